@@ -70,9 +70,10 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
 
 
 def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
-    """Replace an earlier call of the op with fewer results by ``found``, the results of a call that has more.
+    """Let one call in the graph serve two ops, the second of which returns the first one's results and others.
 
-    ``key`` identifies the earlier call: the op, then its arguments.
+    ``key`` is the first op, then its arguments. If the graph has called it, readers of that call read ``found``
+    instead, the results of the second op, and the call is erased. Returns the results of the call that stays.
     """
     before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
     count = len(key[0]._schema.returns)

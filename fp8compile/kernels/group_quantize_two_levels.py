@@ -175,10 +175,12 @@ def _along_rows(
     x, codes_ptr, scales_ptr, outer, m, end, is_group, inside, scale_row, is_tile, k, K,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows ``m`` in blocks of 16, and store codes and scales; return values, codes and scale of each block.
+    """Quantize rows ``m`` in blocks of 16 of their K columns, and store codes and scales.
 
-    ``inside`` has the rows' positions in their group, ``scale_row`` the positions of the rows' scales. Codes and
-    scales are 0 if ``is_group`` is False.
+    ``x`` has the values of columns ``k`` of these rows, ``outer`` the outer scale. Rows from ``end`` on are not
+    stored. ``is_group`` is False for a tile that is padding: its codes and scales are 0. ``inside`` has the rows'
+    positions in their group, ``scale_row`` where their scales are stored, and ``is_tile`` is whether they are. IS_TE
+    chooses TransformerEngine's rule of scales. Returns values, codes and scale of each block.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)

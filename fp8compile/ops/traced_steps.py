@@ -1,4 +1,4 @@
-"""The steps that quantize a tensor as ops, for code that is traced: a graph has one node for each step."""
+"""One op for each step of quantization (amax, scale, cast), for traced code: each step is a node of the graph."""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ def expand_blocks(per_block: Tensor, shape: Sequence[int], block: Block) -> Tens
 
 
 def scaled(x: Tensor, multiplier: Tensor, block: Block) -> Tensor:
-    """Multiply ``x`` by the multiplier (1 / scale) of each value's block; returns the matrix, float32.
+    """Return each value of ``x`` times its block's multiplier (1 / scale), float32, in the shape of ``as_matrix(x)``.
 
-    ``multiplier`` has shape ``grid_shape(x.shape, block)``. The matrix is `as_matrix` of the products.
+    ``multiplier`` has shape ``grid_shape(x.shape, block)``.
     """
     return as_matrix(x).float() * expand_blocks(multiplier, x.shape, block)

@@ -79,11 +79,12 @@ def module_source(module_name: str) -> bytes:
 
 
 def salt_with(module_name: str, function: str = "") -> None:
-    """Add a module's source to all compile cache keys from now on, because graphs contain code of its ops.
+    """Add a module's source to all compile cache keys from now on, because compiled code depends on it.
 
     Args:
-        module_name: The module.
-        function: Name of a function of the module that graphs call without containing the name.
+        module_name: The module. Modules of fp8compile itself are left out: all keys have their sources.
+        function: A name to add to the keys too. It tells apart functions of the module that compiled code depends on,
+            but that no graph names. Empty for none.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)

@@ -100,7 +100,10 @@ class Watch(_compat.OnlookingMode):
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `Kept.settle` for tensors whose kind the operator ``func`` tells; then call ``func``."""
+        """Call the operator ``func`` and return its result.
+
+        Before, saved tensors whose kind is known from what ``func`` does with them are settled (see `Kept.settle`).
+        """
         if not self.pending or operator_name(func) in VIEWS | COPIES:
             return func(*args, **kwargs)
         pending, self.pending = self.pending, []

@@ -134,7 +134,8 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         """Wrap ``codes`` and ``scale`` that ``quantizer`` made from a tensor of ``dtype``, without a copy.
 
-        ``others`` and ``named`` are the further arguments of ``__init__``. ``fp8compile.quantize`` is the usual way.
+        ``batch`` is the number of leading dims over which matrices are stacked: 1 for weights of experts, else 0. Only
+        ``__init__`` reads ``others`` and ``named``. Users call ``fp8compile.quantize`` instead.
         """
         # in inference mode too, views of a tensor that was made outside of it keep that tensor's version counter
         with torch.inference_mode(torch.is_inference_mode_enabled() and codes.is_inference()):

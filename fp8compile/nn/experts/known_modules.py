@@ -94,5 +94,5 @@ def layout_of(module: nn.Module) -> Layout:
 
 
 def method_that_multiplies(module: nn.Module) -> str:
-    """Return the name of the method in which a module multiplies."""
+    """Return the name of the method that multiplies tokens by the module's weights, such as ``"forward"``."""
     return _host(module).method

@@ -65,9 +65,9 @@ def sorted_rows(
 
 
 def summed(y: Tensor, rows: SortedRows, recipe: Recipe) -> Tensor:
-    """Sum the results of each token's experts, times the router's weights, to (tokens, hidden).
+    """Return the sum of the results of each token's experts, times the router's weights: (tokens, hidden).
 
-    ``y`` is (R, hidden), the results of the R ``rows``. ``recipe`` is the recipe of the experts' GEMMs.
+    ``y`` is (R, hidden), the experts' results for the R ``rows``. ``recipe`` is the recipe of the experts' GEMMs.
     """
     y = routed_rows(y * rows.weights, rows.places, rows.pairs, recipe)
     return y.view(*rows.shape, y.shape[-1]).sum(dim=1)

@@ -377,7 +377,10 @@ def _quantize_stack(
 
 
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
-    """Return the quantizer for stacked matrices; only `TwoLevelScaling` packs codes, if the sizes allow."""
+    """Return the quantizer to use for each matrix of the stack ``part``.
+
+    `TwoLevelScaling` packs two codes a byte, if the matrices' sizes allow; others are replaced by their unpacked form.
+    """
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])
     quantizer = quantizer.unpacked() or quantizer

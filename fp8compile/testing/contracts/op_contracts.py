@@ -230,7 +230,10 @@ def _package(module: str) -> str:
 
 
 def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
-    """An edit to the op's source changes the text of its quantizers in graphs, and with it the cache key."""
+    """After an edit to the op's source, the compile cache has another key.
+
+    The key has the text with which quantizers appear in a graph, and that text has a hash of the source.
+    """
     if op.decompose is None and op.backward is None:
         return  # compiled code contains only a call of the op, and none of its code
     constants = [arg for args in all_samples(op) for arg in args if isinstance(arg, Constant)]

@@ -70,7 +70,10 @@ def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tupl
 
 
 def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield a nonempty sample, cast to fit, for each combination of dtypes that only empty samples have."""
+    """Yield a sample with elements for each combination of dtypes that only samples without elements have.
+
+    It is another sample of ``samples``, with its tensors cast to these dtypes.
+    """
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))
     for dtypes in dict.fromkeys(map(_dtypes, samples)):

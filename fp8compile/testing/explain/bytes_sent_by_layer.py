@@ -96,11 +96,12 @@ class Sends:
     layers: tuple[str, ...]
 
     def of(self, layer: str, gemm: str | None = None) -> tuple[Send, ...]:
-        """The messages of a layer, or of one of its GEMMs.
+        """The messages of a layer, or those that it sends for one purpose.
 
         Args:
             layer: Name of the layer.
-            gemm: "output", "grad_input", "grad_weight", "plan" or "fsdp"; None for all.
+            gemm: "output", "grad_input" or "grad_weight" for messages of that GEMM, "plan" for those of the tensor
+                parallel plan, "fsdp" for FSDP2's; None for all.
         """
         return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
 

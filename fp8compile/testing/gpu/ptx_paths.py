@@ -1,8 +1,8 @@
 """Finds the instructions in a kernel's PTX that compute a stored number, walking back to loads.
 
-    st.global [codes], %r9 --> cvt.e4m3x2 --> min, max --> mul --+--> multiplier: div.rn.f64 <-- amax <-- load
+    st.global [codes], %r9 --> cvt.e4m3x2 --> min, max --> mul --+--> multiplier: div.rn.f64 --> amax --> load
                                                                  |
-                                                                 +--> value <-- cvt.rn.bf16.f32 | the model
+                                                                 +--> value --> cvt.rn.bf16.f32 | the model
 
 The walk ends at loads from global memory and at roundings to 16 bits (`cvt.rn.bf16.f32`, an addition in bfloat16).
 Code before such a rounding is the model's own function, which may be approximate. Code after it is the arithmetic of

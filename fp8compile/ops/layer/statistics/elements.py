@@ -1,13 +1,13 @@
 """The elements of an operand (values, codes and scales), which statistics of a cast are computed from.
 
-    operand                     values, codes, scales                       partial counts ("pieces")
-    a matrix                    (M, K)                                      (1, rows or blocks)
-    a stack                     (E, N, K)                                   (E, rows)
-    groups, codes along rows    (R, K), a row belongs to a group            (rows,)
-    groups, codes along tokens  (C, K), a column of codes is a row here     (rows,)
+    operand                      values, codes, scales                      partial counts ("pieces")
+    a matrix                     (M, K)                                     (1, rows or blocks)
+    a stack                      (E, N, K)                                  (E, rows)
+    groups, blocks along rows    (R, K), each row belongs to a group        (rows,)
+    groups, blocks along tokens  (C, K), C padded tokens of K features      (rows,)
 
-If two codes share a byte, the elements are split into two lanes, at even and at odd positions; both lanes' numbers are
-combined before they are reduced. Partial counts are per row, or per block of a row, in the order of the cast, so that
+If two codes share a byte, elements at even and at odd positions are two tensors ("lanes"); the counts of both are
+added before they are reduced. Partial counts are per row, or per block of a row, in the order of the cast, so that
 Inductor fuses counting and casting into one kernel.
 """
 

@@ -109,7 +109,7 @@ class ObserveOp(PlacedOp):
         return super().tensors() | (dict.fromkeys(("x", "weight"), Tensor | None) if self.gradient else {})
 
     def constants(self) -> dict[str, Any]:
-        """Names and annotations of the constants at the end of the op's schema."""
+        """Names and types of the op's arguments that are no tensors, in the order of its schema."""
         return {"first": int, "later": bool, "totals": str, "recipe": Recipe}
 
     def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:

@@ -80,7 +80,10 @@ def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int
 
 
 def reductions() -> Iterator[tuple[Any, ...]]:
-    """Yield patches of the interpreter's reductions, each as (object, attribute, replacement)."""
+    """Yield patches after which Triton's interpreter reduces in a GPU's order and rounding.
+
+    Each is (object, attribute, replacement).
+    """
     yield interpreter.ReduceOps, "generic_reduce", _by_halves
     yield interpreter.ReduceOps, "sum", _sum
     yield interpreter.ReduceOps, "min_max", _extreme

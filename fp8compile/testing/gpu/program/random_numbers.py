@@ -79,8 +79,8 @@ class RandomNumbers:
         Args:
             name: The operator's name, without its namespace.
             args: The operator's arguments.
-            by_fours: Whether the kernel uses four words of each counter. The reference draws like the first
-                kernel of a seed, so it differs from a later kernel that draws in the other way.
+            by_fours: Whether the kernel takes all four words of a Philox counter, or only the first. For each seed,
+                the value of the first call holds; a later kernel that draws otherwise is compared with other numbers.
 
         Returns:
             Numbers in float32; whole numbers in int64.

@@ -88,9 +88,10 @@ class Reference(fx.Interpreter):
         self._library = {launch.name.removesuffix(".default") for launch in found.launches if launch.kind == "opaque"}
 
     def run_node(self, node: fx.Node) -> Any:
-        """Run a node's operator, once for each kernel that computes the node.
+        """Run a node's operator once for each kernel that computes the node; return the result that is stored.
 
-        Results may differ between kernels: a kernel reads rounded values from memory, but does not round its own.
+        Results may differ between kernels: what a kernel reads from memory was rounded when it was stored, and what
+        the kernel has just computed itself was not.
         """
         if node.op == "output":
             return fx.node.map_arg(node.args[0], self._memory)
