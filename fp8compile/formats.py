@@ -45,12 +45,11 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
 
 
 def _to_odd(values: Tensor) -> Tensor:
-    """Round float32 values to bfloat16's 7 mantissa bits, to odd: dropped 1 bits set the last kept bit.
+    """Round float32 values to 7 mantissa bits, to odd: the last kept bit becomes 1 if a dropped bit is 1.
 
-    The result and the value round to the same code, because codes have at least two bits fewer (Boldo and Melquiond
-    2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd"). float16 represents
-    each result exactly, except those that round to code 0, so a truncating cast to float16 changes no code. NaN stays
-    NaN.
+    This changes no code, because codes have at least two bits fewer (Boldo and Melquiond 2008, "Emulation of a FMA and
+    correctly rounded sums: proved algorithms using rounding to odd"). A truncating cast of the result to float16
+    changes no code either: the cast is exact, except for values that round to code 0. NaN stays NaN.
     """
     bits = values.view(torch.int32)
     sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
@@ -90,10 +89,7 @@ class Float8Format:
         return torch.where(is_number, saturated.to(self.dtype).view(torch.uint8), NAN_CODE)
 
     def encode_numbers(self, values: Tensor) -> Tensor:
-        """Encode float32 values as ``encode`` does, except that a NaN may give any of the codes for NaN.
-
-        This method is for callers that handle NaN themselves.
-        """
+        """Encode float32 values as ``encode`` does, except that a NaN may give any of the codes for NaN."""
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
@@ -151,7 +147,7 @@ class Float4Format:
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
         """Round each value at random to one of the two codes around it; a NaN gives the code 0.
 
-        ``noise`` is that of `Float8Format.encode_stochastic`.
+        ``noise`` is as in `Float8Format.encode_stochastic`.
         """
         return self.encode(_to_a_neighbour(values, noise, self))
 
@@ -178,14 +174,10 @@ class ExponentFormat:
         return self._bytes(values, values.view(torch.int32) >> FLOAT32_MANTISSA_BITS)
 
     def encode_inverses(self, values: Tensor) -> Tensor:
-        """Convert ``1 / values`` to bytes, for values that are powers of two as `encode` takes them.
-
-        The reciprocal only negates the exponent.
-        """
+        """Convert ``1 / values`` to bytes, for values that are powers of two as `encode` takes them."""
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
-        """Convert biased exponents to bytes, uint8; where ``values`` is NaN, the byte is 255."""
         return torch.where(values <= torch.inf, exponents, self.nan).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -216,10 +208,7 @@ ELEMENT_FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1)}
 
 
 def element_format(name: str) -> Float8Format | Float4Format:
-    """Look up the format of codes with this name.
-
-    An unknown name raises a ValueError that lists the names.
-    """
+    """Return the format of codes with this name; raise a ValueError that lists all names if there is none."""
     if name not in ELEMENT_FORMATS:
         allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
         raise ValueError(f"format {name!r} is not known; the formats of codes are {allowed}.")
@@ -227,19 +216,19 @@ def element_format(name: str) -> Float8Format | Float4Format:
 
 
 def limit_of(fmt: Float8Format | Float4Format) -> float:
-    """The smallest magnitude that would round above ``fmt.max`` if exponents had no upper limit."""
+    """Return the smallest magnitude that would round above ``fmt.max`` if exponents had no upper limit."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 
 def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
-    """Bit mask of a code without its sign bit: 0x7f for 8-bit codes, 7 for 4-bit codes."""
+    """Return the bit mask of a code without its sign bit: 0x7f for 8-bit codes, 7 for 4-bit codes."""
     return (1 << (fmt.bits - 1)) - 1
 
 
 def pack(codes: Tensor, dim: int) -> Tensor:
-    """Pack 4-bit codes, one per byte, to two neighbours along ``dim`` per byte, the first in the low bits.
+    """Pack 4-bit codes, uint8 from 0 to 15: two neighbours along ``dim`` share a byte, the first in the low bits.
 
-    Codes are 0 to 15, uint8. The size along ``dim`` is even, and is half as large in the result.
+    The size along ``dim`` must be even; the result's is half as large.
     """
     last = codes.movedim(dim, -1)
     return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)

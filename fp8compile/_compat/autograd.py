@@ -48,14 +48,13 @@ def impl_autograd(
     backward: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the derivative of an operator; if ``backward`` is None, the derivative raises.
+    """Register the derivative of an operator; without a ``backward``, the derivative raises.
 
-    ``setup_context(ctx, args, output)`` saves tensors, as in an autograd.Function. If gradients are recorded,
-    ``prepare(needs_input_grad, args)`` returns the arguments with which the op is called below autograd.
+    ``setup_context(ctx, args, output)`` saves tensors, as in an autograd.Function. If gradients are recorded, the op
+    is called below autograd with the arguments that ``prepare(needs_input_grad, args)`` returns.
 
-    `torch.library.register_autograd` is not used, because it breaks `torch.func.grad` and makes `torch.func.jvp`
-    silently return zeros. The derivative registered here works with `grad` and raises with `jvp`, and AOTAutograd's
-    cache accepts it.
+    Unlike `torch.library.register_autograd`, this works with `torch.func.grad`, and raises with `torch.func.jvp`
+    instead of silently returning zeros. AOTAutograd's cache accepts the derivative.
     """
     name = str(op).removesuffix(".default").replace(".", "::")
 
@@ -127,8 +126,8 @@ def _records_nothing() -> bool:
 def counting_versions() -> AbstractContextManager[None]:
     """Context in which ops inside a `__torch_dispatch__` count writes in tensors' version counters.
 
-    Views made in this context share their base's version counter. PyTorch itself counts and shares for the wrapper
-    tensors with which an op is called, but not for the tensors inside of the wrappers.
+    Views made in this context share their base's version counter. By default PyTorch does both for wrapper tensors,
+    but not for the tensors inside of the wrappers.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
@@ -137,13 +136,13 @@ def counting_versions() -> AbstractContextManager[None]:
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
     """Context in which writes to ``memory`` do not change its version counter, as in FSDP2's gathers.
 
-    A backward that saved ``memory`` does not notice such a write.
+    A backward that saved ``memory`` does not notice the write.
     """
     return torch.autograd._unsafe_preserve_version_counter(memory)
 
 
 def version_in_eager(tensor: torch.Tensor) -> int | None:
-    """Return a tensor's version counter; None for a traced tensor or a tensor subclass."""
+    """Return a tensor's version counter; None for traced tensors and tensor subclasses."""
     return tensor._version if type(tensor) is torch.Tensor else None
 
 
@@ -173,10 +172,7 @@ def saved_tensor_context() -> dict[str, Any] | None:
 
 
 def saved_by_checkpoint() -> bool:
-    """Whether the calling pack hook was given an input of a ``torch.utils.checkpoint`` region.
-
-    Read from the call stack, because PyTorch does not tell it.
-    """
+    """Whether the calling pack hook was given an input of a ``torch.utils.checkpoint`` region, by the call stack."""
     frame: Any = sys._getframe(1)
     for _ in range(FRAMES):
         if frame is None:
@@ -191,10 +187,10 @@ def saved_by_checkpoint() -> bool:
 
 
 def lost_by_hooks(backward: fx.Graph) -> str | None:
-    """Describe an input of a backward graph that AOTAutograd would lose by inlining hooks; else None.
+    """Describe the first input of a backward graph that AOTAutograd may lose if it inlines hooks; else return None.
 
-    Up to PyTorch 2.15 AOTAutograd passes on only tensors and symbols. Tensors stored as attributes of an autograd
-    ``ctx`` have to be the last inputs, but AOTAutograd may move them.
+    Up to PyTorch 2.15 AOTAutograd loses inputs that are neither tensors nor numbers, and may lose tensors that are
+    attributes of an autograd ``ctx``.
     """
     for place in backward.find_nodes(op="placeholder"):
         value = place.meta.get("val")
@@ -229,9 +225,8 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
 def as_kernel(impl: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``impl`` so that it runs below autocast and autograd, like PyTorch's own kernels.
 
-    Rowwise `torch._scaled_mm` on a CPU is a float32 matmul, which autocast would turn into a bfloat16 matmul. A kernel
-    that ends in a reshape would return a view, to which autograd forbids writes such as those of a following
-    ReLU(inplace=True).
+    Otherwise autocast would turn the float32 matmul of rowwise `torch._scaled_mm` on a CPU into bfloat16, and autograd
+    would forbid in-place writes, such as ReLU(inplace=True), to results that are views.
     """
 
     def kernel(*args: Any) -> Any:

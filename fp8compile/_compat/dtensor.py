@@ -23,10 +23,7 @@ __all__ = [
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, told by its class name.
-
-    The import of DTensor costs half a second.
-    """
+    """Whether a tensor is a DTensor, told by its class name, because importing DTensor costs half a second."""
     return type(tensor).__name__ == "DTensor"
 
 
@@ -52,8 +49,8 @@ def tell_apart_by_local_tensors() -> None:
 def forget_meshes() -> None:
     """Clear DTensor's cache of result placements, whose entries hold meshes.
 
-    Meshes of the same ranks are equal. If process groups were destroyed and a new mesh was made, the cache would
-    return placements with the older mesh, whose groups no longer exist.
+    Meshes of the same ranks compare equal. If a new mesh replaces one whose process groups were destroyed, the cache
+    would return the old mesh.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -76,7 +73,7 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def set_local_itself(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Make a tensor, or the local tensor of a DTensor, use the memory of ``local``, in place."""
+    """Replace a tensor's data, or a DTensor's local tensor, by ``local``."""
     if is_dtensor(tensor):
         tensor._local_tensor = local  # the local tensor is a view: setting its .data would keep the old memory alive
     else:

@@ -20,7 +20,7 @@ def is_fsdp(module: torch.nn.Module) -> bool:
 
 
 def is_sharded_class(cls: type[Any]) -> bool:
-    """Whether `fully_shard` or `replicate` made this class, told by names of bases; imports neither."""
+    """Whether `fully_shard` or `replicate` made a class, told by the names of its bases, without importing FSDP2."""
     return any(base.__name__ in ("FSDPModule", "ReplicateModule") for base in cls.__mro__)
 
 
@@ -73,9 +73,9 @@ class FsdpParameter:
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether data gathered in the forward is kept in memory until the backward.
+        """Whether gathered data is kept in memory from the forward to the backward.
 
-        The data are the whole parameter, or with `reshard_after_forward=N` larger shards over N ranks.
+        The data is the whole parameter, or with `reshard_after_forward=N` larger shards over N ranks.
         """
         return not self._group._reshard_after_forward or self._group._use_post_forward_mesh
 
@@ -96,10 +96,7 @@ class FsdpParameter:
 
 
 def fsdp_parameters() -> Iterator[FsdpParameter]:
-    """Yield all parameters that FSDP2 manages in this process.
-
-    FSDP2 passes mesh and policy to a tensor's hooks only when gathering; some callers need both earlier.
-    """
+    """Yield all parameters that FSDP2 manages in this process."""
     from torch.distributed._composable_state import _module_state_mapping
 
     for reference in list(_module_state_mapping.values()):
@@ -117,12 +114,9 @@ def _groups(state: Any) -> Sequence[Any]:
 
 @contextmanager
 def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[], object]) -> Iterator[None]:
-    """Context that calls functions around FSDP2's gathers of parameters and reductions of gradients.
+    """Context that calls ``begin`` before and ``end`` after FSDP2 starts to gather parameters or reduce gradients.
 
-    Args:
-        module: A module for which `is_fsdp` is True; only its own parameter groups count.
-        begin: Called before FSDP2 starts a gather or reduction.
-        end: Called after FSDP2 has started it.
+    Only the parameter groups of ``module``, for which `is_fsdp` is True, count.
     """
 
     def telling(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,8 +3,7 @@
     forward     shards of all ranks  --all-gather--> gathered bytes --each of N ranks keeps a part-->
     backward    parts of N ranks     --all-gather--> the same gathered bytes
 
-FSDP2 supports this only for plain tensors. The gathered data are bytes, whatever their meaning, so that ranks can keep
-parts of them and gather these parts again.
+FSDP2 supports this only for plain tensors. Here the gathered data is cut as bytes, whatever the bytes encode.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MARK = "_fp8compile_keeps_parts"
 
 
 def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
-    """Class decorator for tensors with all-gather hooks: allows FSDP2's `reshard_after_forward=N`."""
+    """Class decorator that allows FSDP2's `reshard_after_forward=N` for tensors with all-gather hooks."""
     setattr(cls, _MARK, True)
     when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
     return cls
@@ -35,7 +34,6 @@ def _is_marked(parameter: Any) -> bool:
 
 
 def _check_dim(parameter: Any) -> None:
-    """Raise a ValueError unless the FSDPParam ``parameter`` is sharded along dim 0."""
     if dim := parameter.fsdp_placement.dim:
         name = parameter._module_info.param_name
         raise ValueError(
@@ -52,10 +50,6 @@ def _writes(parameter: Any) -> tuple[int, ...]:
 
 
 def _check_not_written(parameter: Any) -> None:
-    """Raise a RuntimeError if a parameter changed after ranks kept parts of its gathered bytes.
-
-    FSDP2 drops these parts only after a backward; without a backward before the write, they are stale.
-    """
     if _writes(parameter) != parameter._writes_when_kept:
         raise RuntimeError(
             f"reshard_after_forward={parameter.post_forward_mesh_info.shard_mesh_size}: "
@@ -66,10 +60,7 @@ def _check_not_written(parameter: Any) -> None:
 
 @functools.cache
 def _extend() -> None:
-    """Patch FSDPParam to keep parts of the gathered bytes after the forward, and gather them for the backward.
-
-    Only parameters with the class decorator `keeps_parts_after_forward` are affected.
-    """
+    """Patch FSDPParam to keep parts of the gathered bytes after the forward, and gather them for the backward."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
     def to_sharded_post_forward(self: Any) -> None:

@@ -14,11 +14,7 @@ __all__ = ["when_imported"]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that runs callbacks right after a module's first import.
-
-    Inductor's decomposition table takes a second to import. A callback adds this package's entries once the table is
-    imported, so that ``import fp8compile`` does not have to import it.
-    """
+    """Import hook that runs callbacks right after the first import of a module."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -36,10 +36,7 @@ when_imported("torch._inductor.graph", _share_constant_types)
 
 
 def async_tp() -> bool:
-    """Whether Inductor's async tensor parallelism is on, which fuses GEMMs with adjacent collectives.
-
-    The option is private up to PyTorch 2.15.
-    """
+    """Whether Inductor's async tensor parallelism is on, which fuses GEMMs with adjacent collectives."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and config._micro_pipeline_tp
 
@@ -58,7 +55,7 @@ def rank_salt() -> str:
 
 
 def concatenated_buffers(parts: Sequence[Any], dim: int) -> Any:
-    """Inductor IR that concatenates ``parts`` along ``dim``; stores each part directly into the result."""
+    """Return Inductor IR that concatenates ``parts`` along ``dim``, and stores each part directly in the result."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 

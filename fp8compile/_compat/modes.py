@@ -18,10 +18,9 @@ def is_in_mode() -> bool:
 
 
 class OnlookingMode(TorchDispatchMode):
-    """Dispatch mode that sees every operator and does not keep Dynamo from compiling.
+    """Dispatch mode that sees every operator and does not stop Dynamo from compiling.
 
-    A plain mode imports Dynamo at its first operator, which takes seconds, and disables compilation while it is
-    active.
+    A plain mode disables compilation while active, and imports Dynamo at its first operator, which takes seconds.
     """
 
     # code that was compiled with checkpointing draws random numbers in one, run_and_save_rng_state

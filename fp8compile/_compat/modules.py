@@ -12,10 +12,9 @@ __all__ = ["keep_address", "keep_through_inference", "rebind_load_hooks"]
 
 
 def rebind_load_hooks(module: torch.nn.Module) -> None:
-    """Rebind `load_state_dict` pre-hooks, copied from the module that ``module`` replaces, to ``module``.
+    """Rebind `load_state_dict` pre-hooks to ``module``, after they were copied from another module.
 
-    A hook that was registered with ``with_module=True`` holds a weak reference to the old module, and the reference
-    dies with the old module.
+    A hook registered with ``with_module=True`` holds a weak reference to the old module.
     """
     hooks: dict[int, Any] = module._load_state_dict_pre_hooks
     for key, hook in hooks.items():
@@ -33,12 +32,11 @@ def keep_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keep_through_inference(tensors_of: Callable[[torch.nn.Module], list[torch.Tensor]]) -> None:
-    """Make `PipelineStage` restore some tensors of its module after the inference of shapes.
+    """Make `PipelineStage` restore the tensors ``tensors_of(module)`` after it has inferred shapes.
 
-    ``tensors_of(module)`` returns these tensors. The stage infers shapes by a forward and a backward on uninitialised
-    memory, which would change, for example, amax histories. From PyTorch 2.15 on, the stage restores buffers itself.
-    PyTorch versions without a method for the backward run only the forward, which changes nothing. Call this function
-    after the import of `torch.distributed.pipelining.stage`.
+    The stage infers shapes by a forward and a backward on uninitialized memory, which would change amax histories.
+    Nothing is patched if PyTorch restores buffers itself (2.15) or runs only the forward. Call this function after the
+    import of `torch.distributed.pipelining.stage`.
     """
     from torch.distributed.pipelining.stage import PipelineStage
 

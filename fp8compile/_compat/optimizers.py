@@ -26,7 +26,7 @@ def compiled_alone(function: Callable[..., Any], first: object, backend: Any) ->
 
 
 def orthogonalized(update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Orthogonalize an update (N, K), as in Muon; bfloat16, by PyTorch's Newton-Schulz iteration.
+    """Orthogonalize a Muon update (N, K) by PyTorch's Newton-Schulz iteration, in bfloat16.
 
     ``coefficients``, ``steps`` and ``eps`` are ``ns_coefficients``, ``ns_steps`` and ``eps`` of torch.optim.Muon.
     """
@@ -36,10 +36,7 @@ def orthogonalized(update: Tensor, coefficients: tuple[float, float, float], ste
 
 
 def muon_lr(lr: float, adjustment: str | None, shape: Sequence[int]) -> float:
-    """Learning rate ``lr`` adjusted to a matrix's shape, as torch.optim.Muon does it.
-
-    ``adjustment`` is the optimizer's ``adjust_lr_fn``.
-    """
+    """Return ``lr`` adjusted to a matrix's shape as by torch.optim.Muon with ``adjust_lr_fn=adjustment``."""
     from torch.optim import _muon
 
     return _muon._adjust_lr(lr, adjustment, torch.Size(shape))

@@ -14,7 +14,6 @@ __all__ = ["when_program_is_saved"]
 
 
 def _operators(programs: Any) -> Iterator[object]:
-    """Yield the targets of all calls in an exported program, or in each program of a dict."""
     for program in programs.values() if isinstance(programs, dict) else [programs]:
         for module in program.graph_module.modules():
             if isinstance(module, torch.fx.GraphModule):

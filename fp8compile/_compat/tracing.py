@@ -57,10 +57,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def nodes_of(tensor: torch.Tensor) -> list[Any]:
-    """The FX nodes of a tensor in the graph being traced; a subclass has one for each inner tensor.
-
-    The list is empty if no graph is being traced.
-    """
+    """Return a tensor's FX nodes: one for each inner tensor of a subclass, none if no graph is being traced."""
     if graph_tracer() is None:
         return []
     from torch.fx.experimental.proxy_tensor import _get_proxies
@@ -71,7 +68,7 @@ def nodes_of(tensor: torch.Tensor) -> list[Any]:
 def is_written_in_trace(tensor: torch.Tensor) -> bool:
     """Whether the graph that Dynamo is tracing has written to this input in place so far.
 
-    Only writes that PyTorch's version counters record are seen.
+    Writes that PyTorch's version counters miss are not seen.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -80,7 +77,7 @@ def is_written_in_trace(tensor: torch.Tensor) -> bool:
 
 
 def is_traced_as_subgraph() -> bool:
-    """Whether make_fx is tracing a graph inside another graph, such as that of a compiled region."""
+    """Whether make_fx is tracing a graph inside another graph, such as the graph of a compiled region."""
     from torch.fx.experimental import proxy_tensor
 
     tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
@@ -88,10 +85,7 @@ def is_traced_as_subgraph() -> bool:
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Assert a condition tensor on its device, with the message ``text``; the host does not wait.
-
-    In a graph the assertion is a node.
-    """
+    """Assert a condition tensor on its device, with the message ``text``; the host does not wait."""
     torch.ops.aten._assert_async.msg(condition, text)
 
 
@@ -139,7 +133,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def faking_as(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Context in which new tensors are fake too, if a tensor is."""
+    """Context in which new tensors are fake if ``tensor`` is fake."""
     from torch._subclasses import FakeTensor
 
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()
@@ -156,7 +150,7 @@ def no_dispatch() -> AbstractContextManager[None]:
 
 
 def guard_or_false(condition: Any) -> bool:
-    """Whether a condition on sizes holds; False if it depends on an unbacked size, known only at run time."""
+    """Whether a condition on sizes holds; False if unknown, because it depends on an unbacked size."""
     if isinstance(condition, bool):
         return condition  # an eager call asks five times, a microsecond each
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -165,7 +159,7 @@ def guard_or_false(condition: Any) -> bool:
 
 
 def is_unbacked(size: Any) -> bool:
-    """Whether a size is known only at run time (an unbacked symbol), so that compilation can't compare it."""
+    """Whether a size is an unbacked symbol, known only at run time."""
     if isinstance(size, int):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -174,10 +168,10 @@ def is_unbacked(size: Any) -> bool:
 
 
 def new_dynamic_size() -> torch.SymInt:
-    """Make a symbol, in a fake kernel, for a size that depends on data.
+    """Make a symbol, in a fake kernel, for a size that depends on data, without a graph break.
 
     PyTorch's own `new_dynamic_size` breaks the graph unless ``fullgraph=True`` or Dynamo's option
-    ``capture_dynamic_output_shape_ops`` is set. This function never breaks the graph.
+    ``capture_dynamic_output_shape_ops`` is set.
     """
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
@@ -201,8 +195,7 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 def constant_when_traced(fn: F) -> F:
     """Decorator: while tracing, Dynamo calls ``fn`` and puts the result into the graph as a constant.
 
-    Error texts use this decorator: Dynamo can't trace the `repr` of every object, and would raise its own error
-    instead. `torch.compiler.assume_constant_result` does the same, but imports Dynamo, which costs a second.
+    This is `torch.compiler.assume_constant_result` without the import of Dynamo, which costs a second.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn

@@ -42,10 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
 
     class OpaqueBase:
-        """Stand-in for the base class of a graph's constants, seen only by type checkers.
-
-        PyTorch's own class has different names in different versions.
-        """
+        """Stand-in, for type checkers only, for PyTorch's base class of constants; its name depends on the version."""
 
 else:
     try:
@@ -86,17 +83,17 @@ def is_constant_type(cls: type[Any]) -> bool:
 def is_stand_in(value: object) -> bool:
     """Whether PyTorch passed a fake script object in place of a constant such as a recipe.
 
-    A fake kernel gets such an object if the traced function itself creates the constant. ``isinstance`` can't tell
-    them apart; only ``type(value)`` does.
+    A fake kernel gets such an object if the traced function itself creates the constant. ``isinstance`` takes the
+    object for the constant.
     """
     return type(value).__name__ == "FakeScriptObject"
 
 
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
-    """Wrap a function as a compiled region, whose code is compiled once for all its calls in a graph.
+    """Wrap a function in `torch.compiler.nested_compile_region`, which compiles it once for all calls in a graph.
 
-    ``often`` is the number of versions, for different inputs, that one graph may need; PyTorch 2.13 and
-    later raise if a graph needs more.
+    ``often`` is the number of versions, for different inputs, that one graph may need. From PyTorch 2.13 on, more than
+    ``often`` (at least 8) versions raise.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
@@ -123,14 +120,14 @@ def is_exporting() -> bool:
 
 
 def all_gather_single(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Call PyTorch's functional all-gather of one tensor, a function renamed in PyTorch 2.13."""
+    """Call PyTorch's functional all-gather of one tensor, which PyTorch 2.13 renamed."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor)(x, dim, group)
 
 
 def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any) -> torch.Tensor:
-    """Call PyTorch's functional reduce-scatter of one tensor, a function renamed in PyTorch 2.13."""
+    """Call PyTorch's functional reduce-scatter of one tensor, which PyTorch 2.13 renamed."""
     from torch.distributed import _functional_collectives as funcol
 
     return (getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor)(x, reduction, dim, group)
@@ -152,7 +149,7 @@ def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
 
 
 def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
-    """Dtype in which FSDP2 sums gradients by default: ``own``, or before PyTorch 2.15 ``used``.
+    """Return the dtype in which FSDP2 sums gradients by default: ``own``, or before PyTorch 2.15 ``used``.
 
     ``own`` is the parameter's dtype, ``used`` its dtype in the forward.
     """
@@ -160,7 +157,7 @@ def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
 
 
 def allow_group_in_subclass() -> None:
-    """Let a tensor subclass have a ProcessGroup attribute in compiled code; PyTorch 2.11: RuntimeError."""
+    """Let compiled code use tensor subclasses with a ProcessGroup attribute; raise a RuntimeError on PyTorch 2.11."""
     if GROUPS_ALLOWED:
         return
     if TORCH_VERSION < (2, 12):
@@ -185,19 +182,19 @@ def has_groups(mesh: Any) -> bool:
 
 
 def concatenated(first: Any, second: Any) -> Any:
-    """The DeviceMesh with the dims of ``first`` and ``second``, which must be slices of one mesh."""
+    """Return the DeviceMesh with the dims of ``first`` and ``second``, which must be slices of one mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate([first, second])
 
 
 def root_mesh(mesh: Any) -> Any:
-    """The DeviceMesh that a mesh was sliced from; the mesh itself if it is not a slice."""
+    """Return the DeviceMesh that a mesh was sliced from; the mesh itself if it is not a slice."""
     return mesh._get_root_mesh()
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """DTensor placement of a dim that was sharded into ``parts``, and then again over another mesh dim."""
+    """Return the DTensor placement of a dim sharded into ``parts``, and then again over another mesh dim."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
@@ -209,15 +206,14 @@ def cpu_has_rowwise_gemm() -> bool:
 
 
 def traces_no_constant() -> bool:
-    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace methods of constants (quantizers)."""
+    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace methods of constants such as quantizers."""
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 
 def asks_a_constant(fn: F) -> F:
     """Decorator that lets traced code call ``fn``, which calls a method of a constant such as a quantizer.
 
-    PyTorch 2.11 can't trace such methods: there Dynamo runs ``fn`` while it traces, and stores its result in the
-    graph.
+    PyTorch 2.11 can't trace the method: there Dynamo calls ``fn`` and stores the result in the graph.
     """
     if TORCH_VERSION < (2, 12):
         fn._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
 """`fp8compile bench`: runs the benchmarks, writes their tables to a report, and plots them.
 
-The scripts compare with other libraries, and therefore are in `benchmarks/` beside the package and not in a wheel:
-this command needs a checkout. Each script runs in its own process, because some scripts compile, some start process
-groups, and one measures an import.
+The command needs a checkout, because the scripts in `benchmarks/` are not in a wheel. Each script runs in its own
+process: some compile, some start process groups, and one measures an import.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ log: logging.Logger = logging.getLogger(__name__)
 
 
 def checkout() -> Path:
-    """Path of the repository checkout that contains the benchmarks.
+    """Return the path of the repository checkout that contains the benchmarks.
 
     Raises:
         UserError: Neither the package's parent folder nor the working directory contains the benchmarks.
@@ -60,10 +59,7 @@ def checkout() -> Path:
 
 
 def _measured(name: str, folder: Path) -> Result:
-    """Run benchmark ``name`` in a new process; returns the benchmark's table, or its error.
-
-    ``folder`` is the repository checkout, in which the process starts.
-    """
+    """Run benchmark ``name`` in a new process in ``folder``; return the benchmark's table or its error."""
     began = time.perf_counter()
     command = [sys.executable, "-W", "ignore", "-m", f"benchmarks.{name}", "--json"]
     finished = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -105,7 +101,7 @@ def _draw(result: Result, path: Path) -> None:
 
 
 def write_report(results: list[Result], out: Path) -> None:
-    """Write ``report.md`` and ``results.json`` to folder ``out``; adds plots if matplotlib is installed."""
+    """Write ``report.md`` and ``results.json`` to folder ``out``; add plots if matplotlib is installed."""
     out.mkdir(parents=True, exist_ok=True)
     can_draw = find_spec("matplotlib") is not None
     first = next((result for result in results if "torch" in result), {})

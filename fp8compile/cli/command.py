@@ -41,14 +41,13 @@ NO_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<kn
 
 class _OneLineParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse ``args``; the subcommand's own parser reports unknown options, to suggest similar ones."""
+        """Let the subcommand's parser report unknown options, because it can suggest similar ones."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest and not self._subparsers:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        """Exit with code 2 and a one-line message about a bad argument; argparse would print the usage first."""
         self.exit(2, f"{self.prog}: {message}{self._did_you_mean(message)}; see {self.prog} --help\n")
 
     def _did_you_mean(self, message: str) -> str:
@@ -95,7 +94,6 @@ def _complain(command: str, message: str) -> None:
 
 
 def _check_streams() -> None:
-    """Replace a closed standard error by /dev/null; raise a UserError if standard output is closed."""
     if sys.stderr is None:
         # print(file=None) would take standard output
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
@@ -112,13 +110,9 @@ def _settle_output() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the subcommand that the command line names.
+    """Run the subcommand that the command line names, and return the exit code.
 
-    Args:
-        arguments: Words after ``fp8compile``; by default the words on the process's command line.
-
-    Returns:
-        The exit code.
+    ``arguments`` are the words after ``fp8compile``; by default those of the process.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] and words[0] in MOVED:

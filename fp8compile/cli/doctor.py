@@ -59,10 +59,7 @@ def _broken(error: Exception) -> dict[str, str]:
 
 
 def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, str]]:
-    """Describe how a device runs each GEMM of the recipe ``name``: one entry per GEMM.
-
-    GEMMs are those of linears, or of experts if ``grouped``. A recipe that can't be loaded has one entry, its error.
-    """
+    """Describe how a device runs each GEMM of the recipe ``name``, for linears or, if ``grouped``, for experts."""
     import torch
 
     from fp8compile import recipes
@@ -96,7 +93,6 @@ def _recipes(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warnings() -> list[str]:
-    """A warning if the installed PyTorch is newer than all tested versions; else an empty list."""
     import torch
 
     from fp8compile._compat import KNOWN_VERSIONS, TORCH_VERSION
@@ -153,7 +149,7 @@ def examine() -> dict[str, Any]:
 
 
 def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
-    """Table rows for one recipe on one device, an entry of ``recipes``; GEMMs that run alike share a row."""
+    """Return the table rows of one recipe on one device; GEMMs that run alike share a row."""
     rows: list[tuple[Cell, ...]] = []
     for layers in ("gemms", "experts"):
         ways: dict[Cell, list[str]] = {}
@@ -169,7 +165,6 @@ def _recipe_rows(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
 
 
 def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
-    """Yield a table of ``devices``, and a table of how each recipe's GEMMs run on each device."""
     keys = [key for key in DEVICE_KEYS if any(key in device for device in devices)]
     rows = tuple(tuple(str(device.get(key, "")) for key in keys) for device in devices)
     yield Section(title="devices", columns=tuple(keys), rows=rows)
@@ -178,7 +173,7 @@ def _sections(devices: list[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _print_products(found: list[dict[str, Any]]) -> bool:
-    """Print the results of test GEMMs on GPUs, from `found_products`; returns whether all are right."""
+    """Print the entries of `found_products`; return whether all test GEMMs passed."""
     from fp8compile.cli.doctor_products import are_in_order, product_sections
     from fp8compile.cli.terminal import print_sections
 
@@ -187,7 +182,7 @@ def _print_products(found: list[dict[str, Any]]) -> bool:
 
 
 def _print() -> bool:
-    """Print doctor's whole report; returns whether all self-checks and all test GEMMs passed."""
+    """Print doctor's report; return whether all self-checks and all test GEMMs passed."""
     from fp8compile.cli.terminal import print_section
 
     warnings = tuple(f"WARNING: {text}" for text in _warnings())
@@ -205,7 +200,7 @@ def _print() -> bool:
 
 
 def _on_gpu(gpu: str) -> dict[str, Any]:
-    """Describe a GPU that need not be present: name, capability, PyTorch build, and how recipes run on it."""
+    """Describe a GPU that need not be present, and how it runs each recipe."""
     from fp8compile.target import pretend_target
     from fp8compile.testing.gpu.gpus import GPUS as KNOWN
 

@@ -109,12 +109,7 @@ CHECKS: dict[str, Callable[[], str]] = {
 
 
 def run_checks() -> Iterator[dict[str, Any]]:
-    """Run all self-checks, one after the other.
-
-    Yields:
-        For each check a dict with its ``name``, whether it is ``ok``, and a ``detail``: what was found, or what went
-        wrong.
-    """
+    """Run all self-checks; yield for each a dict with ``name``, ``ok`` and ``detail``, a finding or an error."""
     for name, check in CHECKS.items():
         log.info("checking %s", name)
         try:

@@ -43,7 +43,7 @@ def _difference(result: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def answer(case: ProductCase, device: torch.device) -> tuple[str, str]:
-    """Run a test GEMM once and compare it with its emulation; returns a verdict and a detail.
+    """Run a test GEMM once and compare it with its emulation; return a verdict and a detail.
 
     The verdict is ``"ok"``, ``"differs"`` or ``"raised"``; the detail is the difference or the error, or empty.
     """
@@ -58,7 +58,7 @@ def answer(case: ProductCase, device: torch.device) -> tuple[str, str]:
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether a small operator fails on a device in this process, as after a kernel that trapped."""
+    """Whether a small operator fails on a device, as it does after a kernel that trapped."""
     try:
         return torch.ones(1, device=device).add(1).item() != 2
     except Exception:  # PyTorch has several classes for it
@@ -79,7 +79,7 @@ def _setting(gpu: str | None, *, interpret: bool) -> AbstractContextManager[None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the test GEMMs that the command line names, one after the other; returns the exit code.
+    """Run the test GEMMs that the command line names, one after the other; return the exit code.
 
     The process ends early, with exit code 1, if the GPU is lost or if a case takes more than `SECONDS`.
     """

@@ -91,9 +91,9 @@ def _end(code: int, out: str, err: str) -> str:
 
 
 def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
-    """Run test GEMMs and yield (case, verdict, detail) for each; a new process goes on after a crash.
+    """Run test GEMMs and yield (case, verdict, detail) for each; after a crash, go on in a new process.
 
-    ``run`` starts a process for a list of cases; ``wanted`` are the cases' numbers in `product_cases`.
+    ``wanted`` are the cases' positions in `product_cases`.
     """
     cases, lost = product_cases(), Counter[str]()
     while wanted:
@@ -127,11 +127,9 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
 
 
 def asked_products(target: Target, run: Runner) -> list[Answer]:
-    """Run all test GEMMs that the tables allow on a GPU; returns a result for each, also for refused ones.
+    """Run all test GEMMs that the tables allow on a GPU; return a result for each, also for refused ones.
 
-    Args:
-        target: The GPU, as the tables of supported GEMMs see it.
-        run: Starts a process for cases, given by their indices in `product_cases`.
+    ``run`` runs cases, given by position in `product_cases`, in another process.
     """
     cases = product_cases()
     refused = {number: reason for number, case in enumerate(cases) if (reason := case.refusal(target)) is not None}
@@ -147,9 +145,9 @@ def _asked(target: Target, *options: str) -> list[dict[str, Any]]:
 
 
 def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run all test GEMMs on one GPU of each model in this machine; returns an entry for each model.
+    """Run all test GEMMs on one GPU of each model in this machine, given doctor's entries for all devices.
 
-    An entry has ``device``, ``name`` and ``products``, the results. ``devices`` are doctor's entries for all devices.
+    Returns an entry for each model, with ``device``, ``name`` and ``products``, the results.
     """
     import torch
 
@@ -170,9 +168,9 @@ def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def played_on(gpu: str) -> dict[str, Any]:
-    """Run all test GEMMs for a GPU that the CPU simulates; returns an entry as in `found_products`.
+    """Run all test GEMMs for a GPU that the CPU simulates; return an entry as `found_products` does.
 
-    ``gpu`` is one of `known_gpus.GPUS`.
+    ``gpu`` is a key of `fp8compile.testing.gpu.gpus.GPUS`.
     """
     from fp8compile.testing.gpu.gpus import gpu_called
 
@@ -183,10 +181,7 @@ def played_on(gpu: str) -> dict[str, Any]:
 
 
 def are_in_order(found: Sequence[dict[str, Any]]) -> bool:
-    """Whether every result is "ok" or "refused": each GEMM that ran equals the emulation bitwise.
-
-    ``found`` are entries as `found_products` returns.
-    """
+    """Whether each result in the entries of `found_products` is "ok" or "refused"."""
     return all(each["verdict"] in (OK, REFUSED) for entry in found for each in entry["products"])
 
 
@@ -204,10 +199,7 @@ def _row(product: str, answers: list[dict[str, Any]]) -> tuple[Cell, ...]:
 
 
 def product_sections(found: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """Yield a table of results for each GPU model and, if some are wrong, a section for a bug report.
-
-    ``found`` are entries as `found_products` returns.
-    """
+    """Yield a table for each entry of `found_products` and, if some results are wrong, a section for a bug report."""
     for entry in found:
         of_product: dict[str, list[dict[str, Any]]] = {}
         for each in entry["products"]:

@@ -30,14 +30,9 @@ $body
 
 
 def document(title: str, body: str, *, style: str, footer: str, head: str = "") -> str:
-    """HTML text of a page.
+    """Return the HTML text of a page, with ``title`` also as its heading.
 
-    Args:
-        title: The page's title, which is also its heading.
-        body: HTML below the heading.
-        style: The style sheet, lines of CSS.
-        footer: Text at the end.
-        head: HTML before the title, whole lines.
+    ``body`` is HTML below the heading, ``head`` whole lines of HTML before the title, and ``style`` CSS.
     """
     return PAGE.substitute(title=escape(title), body=body, style=style, footer=escape(footer), head=head)
 

@@ -82,7 +82,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _cause(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
-    """First error of the classes ``kinds`` in the chain of causes of ``error``, itself included; or None."""
+    """Return the first error of the classes ``kinds`` in the chain of causes that begins with ``error``; else None."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, kinds):
@@ -130,7 +130,7 @@ def _sections(text: str, outcomes: Sequence[Outcome]) -> Iterator[Section]:
 
 
 def _write_junit(path: Path, text: str, outcomes: Sequence[Outcome]) -> None:
-    """Write a JUnit file with a test case for each GPU, of the test class ``text``.
+    """Write a JUnit file with one test case for each GPU; ``text`` is the test class.
 
     Differences and faults are failures; programs that were not run are errors.
     """

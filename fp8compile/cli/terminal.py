@@ -24,11 +24,7 @@ def _lines(section: Section, width: int, style: Style) -> Iterable[str]:
 
 
 def print_section(section: Section) -> None:
-    """Print a section, followed by an empty line.
-
-    Args:
-        section: The titled table.
-    """
+    """Print a section, followed by an empty line."""
     print("\n".join([*_lines(section, terminal_width(), Style()), ""]), flush=True)
 
 

@@ -23,7 +23,7 @@ AT_ONCE = ("_exit", "execv", "execve")
 class _EndedAtOnce(BaseException):
     """Raised in place of a call, such as ``os._exit``, that would end the process without an exception.
 
-    It is a BaseException, so that no handler of ``Exception`` in the user's code catches it.
+    A BaseException, which ``except Exception`` in the user's code does not catch.
     """
 
 
@@ -53,7 +53,7 @@ def running(what: str) -> Iterator[None]:
     """Context that turns an exception or exit of a user's code into a `UserError`.
 
     Args:
-        what: What the code does, such as "x.py: loading it"; the error's text is this and "failed".
+        what: What the code does, such as "x.py: loading it"; the error's text is ``what`` and "failed".
 
     Raises:
         UserError: The code raised an exception, or called ``sys.exit`` or ``os._exit``.

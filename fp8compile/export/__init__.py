@@ -7,14 +7,14 @@
     format_table.py      the formats by name
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
     whole_weights.py     gathers a sharded parameter: whole values, or whole matrices of codes
-    whole_matrix.py      a whole matrix of codes, of which each rank quantizes its shard, tile by tile
+    whole_matrix.py      fills a whole matrix of codes: each rank quantizes its shard, tile by tile
     fill_whole_tensor.py position of a rank's shard in the whole tensor, and exchange of shards
     write_folder.py      writes files to a temporary folder, and then renames it
     read_folder.py       tensors of a folder's files
     load.py              loads a folder into the parameters of a model
     program.py           the forward as a graph of PyTorch's operators
 
-All that is specific to one format goes into that format's file; all that is specific to models goes into `plan.py`.
+Code for one format goes into that format's file; code for particular models goes into `plan.py`.
 """
 
 from fp8compile.export.check import CheckReport, check

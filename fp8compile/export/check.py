@@ -49,9 +49,9 @@ class CheckReport:
 
 
 def _difference(values: Tensor, wanted: Tensor) -> str | None:
-    """Describe the first of ``values`` with a relative difference to ``wanted`` above 2**-22; or None.
+    """Describe the first of ``values`` that differs from ``wanted``; None if all are equal.
 
-    Readers may round three times in float32, which explains smaller differences.
+    Relative differences up to 2**-22 count as equal, because readers may round three times in float32.
     """
     equal = (values == wanted) | (values.isnan() & wanted.isnan())
     equal |= (values - wanted).abs() <= TOLERANCE * wanted.abs()
@@ -71,9 +71,9 @@ def _stored(files: StoredFiles, name: str, scheme: Scheme) -> dict[str, Tensor] 
 
 
 def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) -> str | None:
-    """Describe what is wrong with one layer's tensors, ``stored`` by suffix of the name; None if nothing.
+    """Describe what is wrong with a layer's tensors, ``stored`` by suffix of the name; None if nothing.
 
-    ``wanted`` are the values of training at `positions`.
+    ``wanted`` are training's values at `positions`.
     """
     scales = [each.float() for suffix, each in stored.items() if suffix != scheme.suffixes[0]]
     if not all(bool((each >= 0).all()) for each in scales):
@@ -87,10 +87,7 @@ def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) 
 
 
 def _fused_notes(outer: Mapping[str, float]) -> list[str]:
-    """Return notes on layers that a server multiplies as one GEMM although their outer scales differ.
-
-    ``outer`` has the outer scale (NVFP4's scale of the whole matrix) of each layer, by name.
-    """
+    """Return notes on layers that a server multiplies as one GEMM although their outer scales differ."""
     found: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     for name, scale in outer.items():
         above, _, last = name.rpartition(".")
@@ -111,10 +108,7 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """Problems of the ``quantization_config`` in config.json, which tells readers the format.
-
-    ``config`` is the file's content, and ``names`` has the names of the quantized layers as keys.
-    """
+    """List problems of config.json: no ``quantization_config``, or layers in ``names`` called not quantized."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]

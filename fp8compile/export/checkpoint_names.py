@@ -42,7 +42,7 @@ class Place:
 
     @property
     def rows(self) -> int:
-        """Number of rows of this matrix."""
+        """Return the number of rows of this matrix."""
         return len(range(self.start, self.stop, self.step))
 
 
@@ -52,7 +52,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors, by name, that a checkpoint stores for the model's parameter or buffer ``name``.
+    """Map names in a checkpoint to the tensors that the checkpoint stores for the parameter or buffer ``name``.
 
     ``tensor`` has the values of the parameter or buffer.
     """
@@ -65,7 +65,7 @@ def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tens
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map names of tied parameters, which a checkpoint does not store, to the names they are tied to."""
+    """Map each tied parameter, which a checkpoint does not store, to the name of the parameter it is tied to."""
     tied: Any = getattr(model, "all_tied_weights_keys", None) if is_of_transformers(model) else None
     return dict(tied or {})
 
@@ -73,13 +73,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def places_of_transposed(experts: Any, name: str, out_features: int, count: int) -> list[Place]:
     """List the checkpoint's matrices for stacked weights of experts, each (in_features, out_features).
 
-    The checkpoint stores each matrix as (out_features, in_features); rows of a `Place` are output features.
-
-    Args:
-        experts: The module of experts.
-        name: Name of a stack of weights in the model, such as ``"mlp.experts.gate_up_proj"``.
-        out_features: N of each matrix.
-        count: Number of experts.
+    The checkpoint stores each matrix as (out_features, in_features); rows of a `Place` are output features. ``name``
+    is the stack's name in the model, such as ``"mlp.experts.gate_up_proj"``; ``count`` is the number of experts.
     """
     path, _, own = name.rpartition(".")
     parts = [(own, 0, out_features, 1)]
@@ -93,10 +88,7 @@ def places_of_transposed(experts: Any, name: str, out_features: int, count: int)
 def places(model: nn.Module, name: str, weight: Tensor) -> list[Place] | str:
     """List the checkpoint's matrices for a weight, or return the reason, a text, why there are none.
 
-    Args:
-        model: The model.
-        name: Name of the parameter in the model.
-        weight: The weight, (N, K) or (E, N, K); only its shape is read.
+    Only the shape of ``weight``, (N, K) or (E, N, K), is read.
     """
     shape = (*weight.shape[:-1], 1)
     found = in_checkpoint(model, name, torch.arange(weight.shape[:-1].numel()).view(shape))

@@ -59,10 +59,7 @@ def _read_nvfp4(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _numbers(bits: int, strategy: str, *, dynamic: bool, group: int | None = None, **others: Any) -> dict[str, Any]:
-    """JSON form of compressed-tensors' ``QuantizationArgs``, for weights or for inputs.
-
-    ``strategy`` names what shares a scale, ``group`` is the group size; ``dynamic`` inputs are quantized at run time.
-    """
+    """Return compressed-tensors' ``QuantizationArgs`` as JSON; ``strategy`` names what shares a scale."""
     own = {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
     return {**own, **({} if group is None else {"group_size": group}), **others}
 

@@ -22,13 +22,13 @@ MESSAGE = 2**19  # bytes of a message from a place that is not contiguous
 
 
 def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """Slices of a rank's shard in the whole tensor, one per dim.
+    """Return the slices of a rank's shard in the whole tensor, one per dim.
 
     Args:
         cuts: How the tensor is sharded, as this rank sees it.
         shape: Shape of the whole tensor.
-        units: For each dim, how many elements one entry stands for: the block size for a grid of scales, 2 if a byte
-            holds two codes, -1 for all elements. Slices count entries. None means 1 for each dim.
+        units: For each dim, how many elements share an entry, if the result is in entries: the block size for a grid
+            of scales, 2 if a byte holds two codes, -1 if all elements share one. None for slices of elements.
     """
     found = []
     for dim, size in enumerate(shape):
@@ -47,10 +47,7 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
 def send(part: Tensor, cut: DimSharding, source: int) -> None:
     """Broadcast a tensor in place from one rank to the other ranks of a sharded dim.
 
-    Args:
-        part: The tensor, which may be a view: the rank ``source`` reads it, and the others write to it.
-        cut: The sharding whose ranks take part.
-        source: The sending rank, by its number in ``cut``.
+    ``part`` may be a view. The rank number ``source`` in ``cut`` reads ``part``, and the others write to it.
     """
     group = _resolve_process_group(cut.group) if isinstance(cut.group, str) else cut.group  # type: ignore[arg-type]
     part = part.view(torch.uint8) if part.element_size() == 1 else part
@@ -76,16 +73,17 @@ def fill(
     units: Sequence[int] | None = None,
     known: Sequence[bool] | None = None,
 ) -> None:
-    """Complete a tensor of which each rank has written its part, by exchange of shards (collective).
+    """Fill each rank's whole tensor with the shards of the other ranks (collective).
 
-    The innermost sharding is exchanged first. Each rank of an outer sharding can then send a complete part.
+    Each rank has written its shard to ``whole`` before. The innermost sharding is exchanged first, so that each rank
+    of an outer sharding can then send a complete part.
 
     Args:
-        whole: The tensor to complete: values, codes or scales.
+        whole: The tensor to fill: values, codes or scales.
         cuts: How the values are sharded.
         shape: Shape of the values.
-        units: For each dim, how many values one entry of ``whole`` stands for, see `place_of`.
-        known: For each dim, whether each rank already has all entries along the dim, which needs no exchange.
+        units: For each dim, how many values share an entry of ``whole``, see `place_of`.
+        known: For each dim, whether each rank has all entries along the dim already; None if no rank has.
     """
     for level in reversed(range(len(cuts))):
         cut = cuts[level]

@@ -14,11 +14,7 @@ FORMATS = {each.name: each for each in (FINE_GRAINED_FP8, COMPRESSED_TENSORS, MO
 
 
 def format_named(function: str, name: object) -> Format:
-    """Look up the serving format ``name``; error texts begin with ``function``, the caller's name.
-
-    Raises:
-        ValueError: There is no such format.
-    """
+    """Return the serving format ``name``; a ValueError, if there is none, begins with ``function``."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"{function}: format is {name!r}; it is one of {', '.join(map(repr, FORMATS))}.")
     return FORMATS[name]

@@ -3,8 +3,8 @@
     config.json --> format         plan of the model --> names and shapes, all of them checked
     tensors of one weight --_Stored--> Quantized --> QuantizedParameter, which replaces the weight
 
-A weight is dequantized only if the recipe quantizes the weight differently for the backward. The codes for the
-backward are then made from the values of the forward's codes, one weight at a time.
+A weight is dequantized only if the recipe has other codes of the weight for the backward. These codes are made from
+the dequantized values, one weight at a time.
 """
 
 from __future__ import annotations
@@ -92,11 +92,9 @@ class _Stored:
         return self.place.name + suffix
 
     def is_codes(self, files: StoredFiles) -> bool:
-        """Whether the folder stores this matrix as codes and not as values."""
         return self.name(self.scheme.suffixes[1]) in files.names()
 
     def problems(self, files: StoredFiles) -> list[str]:
-        """Messages on this matrix's tensors that are missing or have a wrong shape; reads only file headers."""
         rows, step = self.place.rows, self.quantizer.block[0]
         if step > 1 and (self.place.step > 1 or self.place.start % step):
             return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
@@ -129,7 +127,6 @@ class _Stored:
         return grid
 
     def read(self, files: StoredFiles) -> Quantized:
-        """Read the matrix's codes and scales from the files."""
         codes, scale, *outer = (files.get(self.name(suffix)) for suffix in self.scheme.suffixes)
         assert codes is not None
         assert scale is not None
@@ -155,9 +152,9 @@ def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device
 
 
 def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
-    """Copy a scale into ``into`` if ``is_new``; else raise a ValueError if ``into`` has another value.
+    """Copy a scale into ``into`` if ``is_new``; else raise a ValueError unless ``into`` has the same value.
 
-    Parts of one matrix share a scale. ``name`` and ``what`` name the part and the scale in the error.
+    Parts of one matrix share the scale; ``name`` and ``what`` name part and scale in the error.
     """
     if is_new:
         into.copy_(found)
@@ -169,10 +166,7 @@ def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> 
 
 
 def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
-    """Assemble the forward's codes and scales of a weight from the matrices ``stored`` in the checkpoint.
-
-    The weight is a matrix or a stack of matrices.
-    """
+    """Assemble the forward's codes and scales of a weight, a matrix or a stack, from the checkpoint's matrices."""
     rows, columns = _sizes(weight)
     quantizer, filled = stored[0].quantizer, set()
     whole = empty_matrix(quantizer, rows, columns, device)
@@ -198,7 +192,7 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _sizes(weight: Weight) -> tuple[int, int]:
-    """N and K (out_features, in_features) of a weight's matrices, which may be stored transposed."""
+    """Return N and K of a weight's matrices, which may be stored transposed."""
     first, second = weight.tensor.shape[-2:]
     return (second, first) if weight.layer is not None and is_transposed(weight.layer) else (first, second)
 
@@ -215,7 +209,7 @@ def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
 
 
 def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
-    """Whether the numbers from `_index_of_rows` count rows; they count elements for vectors."""
+    """Whether ``index``, from `_index_of_rows`, has indices of rows and not of elements."""
     return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
 
 
@@ -238,9 +232,9 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
-    """Return which checkpoint tensors make up a parameter, each with the indices of the rows that it has.
+    """Map each checkpoint tensor of a parameter to the indices of the parameter's rows that it has.
 
-    ``names`` are all names in the checkpoint. Biases of single experts get element indices.
+    Vectors, and biases of single experts, get indices of elements. ``names`` are all names in the checkpoint.
     """
     tensor = weight.tensor
     if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:
@@ -360,7 +354,6 @@ class _Loader:
 
 
 def _replace(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter or buffer ``name``, which is on the meta device, by ``tensor``."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     before: Any = getattr(module, own)
@@ -395,7 +388,7 @@ def load_quantized(
     Args:
         model: A model that `fp8compile.convert` has converted, with recipes that quantize weights as the folder does.
         folder: A folder in one of the formats of `save_pretrained`, written by this package or another tool.
-        device: Device of the parameters; by default the device of each, or the CPU in place of the meta device.
+        device: Device of the parameters; by default each parameter's own device, or the CPU for the meta device.
 
     Returns:
         A report; print it.

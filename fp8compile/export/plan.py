@@ -95,7 +95,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tens
 
 
 def _layers_of_weights(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Module]:
-    """Map each (module, parameter name) pair that holds a converted layer's weight to the layer."""
+    """Map (module, parameter name) of each converted layer's weight to the layer."""
     return {slot: layer for layer, _ in layers(model) if is_converted(layer) for slot in weight_slots(layer)}
 
 
@@ -118,10 +118,7 @@ def _dtypes_of_graph_fsdp(model: nn.Module) -> dict[Tensor, torch.dtype]:
 
 
 def _dtypes_in_forward(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Map parameters to the dtypes of FSDP2's casts in the forward; leaves out parameters without a cast.
-
-    FSDP2 may be PyTorch's, or `fp8compile.parallel.graph_fsdp`.
-    """
+    """Map each parameter that FSDP2 or `graph_fsdp` casts in the forward to the cast's dtype."""
     if in_graph := _dtypes_of_graph_fsdp(model):
         return in_graph
     if not any(is_fsdp_managed(module) for module in model.modules()):
@@ -142,7 +139,10 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether the number of rows is no multiple of the block size, and the format still allows and reads it."""
+    """Whether the format takes N although it is no multiple of the block size.
+
+    N / rows of scales then has to be a fraction, so that readers can't mistake it for the block size.
+    """
     rows, block = place.rows, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
 
@@ -161,10 +161,9 @@ def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
 
 
 def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Scheme) -> tuple[Scheme, list[Place]] | str:
-    """Scheme and checkpoint matrices of the experts' stacked weights ``name``, or the reason for none.
+    """Return the scheme and checkpoint matrices of stacked weights (E, in_features, out_features), or why none.
 
-    The stack is (E, in_features, out_features). If one stack of a module is refused, all are refused, because readers
-    expect either linears or stacks for all weights of a module.
+    If one stack of a module is refused, all are: readers expect either linears or stacks for all weights of a module.
     """
     path, _, own = name.rpartition(".")
     found: list[Place] = []
@@ -181,7 +180,7 @@ def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Schem
 def _scheme_or_reason(
     model: nn.Module, format: Format, layer: Any, name: str, weight: Tensor
 ) -> tuple[Scheme, list[Place]] | str:
-    """Scheme and checkpoint matrices of a layer's weight, or the reason why the format can't hold it."""
+    """Return the scheme and checkpoint matrices of a layer's weight, or why the format can't hold it."""
     turned = is_transposed(layer)
     if turned and weight.ndim == 2:
         return "is kept as (in_features, out_features), which no serving format has"
@@ -238,7 +237,6 @@ class _Planner:
         self._dtypes, self._routers = _dtypes_in_forward(model), routers(model)
 
     def note(self, text: str) -> None:
-        """Add a note, unless it is empty or was added before."""
         if text and text not in self.plan.notes:
             self.plan.notes.append(text)
 
@@ -255,10 +253,7 @@ class _Planner:
             )
 
     def _add_codes(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
-        """Plan to write a converted layer's weight as codes; returns False if the format can't hold it.
-
-        ``name`` is the full name; ``dtype`` is the dtype to which the forward casts the weight, None without a cast.
-        """
+        """Plan to write a converted layer's weight as codes; return False if the format can't hold it."""
         found = _scheme_or_reason(self.plan.model, self.plan.format, layer, name, tensor)
         if isinstance(found, str):
             self.refused.append((name, found))
@@ -301,10 +296,7 @@ class _Planner:
         self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
 
     def _places_of_bias(self, name: str) -> tuple[Place, ...]:
-        """Checkpoint matrices of the weights of stacked biases; () if the weights are not quantized.
-
-        Only transposed experts have stacked biases.
-        """
+        """Return the checkpoint matrices of the experts with the stacked bias ``name``; () if not quantized."""
         weights = (each for each in self.plan.weights if f"{each.name}_bias" == name and each.scheme is not None)
         found = next(weights, None)
         return () if found is None or not is_transposed(found.layer) else found.places  # type: ignore[arg-type]

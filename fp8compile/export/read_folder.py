@@ -17,17 +17,15 @@ PROBLEMS = 8  # the most problems in an error
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Text for an error: the first of ``problems``, one per line, and the number of those left out."""
+    """Return a text for an error: the first of ``problems``, one per line, and the number of those left out."""
     shown = "".join(f"\n    {each}" for each in problems[:PROBLEMS])
     return shown + (f"\n    and {len(problems) - PROBLEMS} more" if len(problems) > PROBLEMS else "")
 
 
 def read_json(function: str, path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint; error texts begin with ``function``, the caller's name.
+    """Read a JSON file of a checkpoint; raise a FileNotFoundError, or a ValueError if the file is no JSON.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file is no JSON.
+    Error texts begin with ``function``, the caller's name.
     """
     if not path.exists():
         raise FileNotFoundError(f"{function}: {path} is not there; it takes a folder such as save_pretrained writes.")
@@ -41,9 +39,7 @@ def read_json(function: str, path: Path) -> dict[str, Any]:
 class StoredFiles:
     """The tensors of a folder's safetensors files by name; opened files stay open.
 
-    Args:
-        function: Name of the calling function, for error texts.
-        folder: The folder.
+    ``function``, the caller's name, is for error texts.
     """
 
     def __init__(self, function: str, folder: Path) -> None:
@@ -69,15 +65,15 @@ class StoredFiles:
             ]
 
     def names(self) -> set[str]:
-        """Names of all tensors in the folder."""
+        """Return the names of all tensors in the folder."""
         return set(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header of its file."""
+        """Return a tensor's shape, from the header of its file."""
         return tuple(self._files[self._places[name]].get_slice(name).get_shape())
 
     def get(self, name: str) -> Tensor | None:
-        """A tensor by its name; None if the folder does not have it."""
+        """Return a tensor by its name; None if the folder does not have it."""
         if (file := self._places.get(name)) is None:
             return None
         found: Tensor = self._files[file].get_tensor(name)

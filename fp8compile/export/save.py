@@ -31,7 +31,7 @@ class ExportReport:
     Attributes:
         folder: The folder.
         format: Name of the format.
-        quantized: Names of the checkpoint's quantized layers, by the format's name for their kind.
+        quantized: Names of the checkpoint's quantized layers, by the format's name for how they are quantized.
         ignored: Names of the layers that a server computes in high precision.
         notes: Differences between serving and training, and their reasons.
         bytes: Bytes of all tensors.
@@ -51,7 +51,6 @@ class ExportReport:
 
 
 def _config(plan: Plan) -> dict[str, Any]:
-    """The content of config.json: the model's own config and the description of how weights are stored."""
     quantization = plan.format.config(plan.groups, plan.ignored)
     if not is_of_transformers(plan.model):
         return {"quantization_config": quantization}
@@ -84,16 +83,16 @@ def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int
 
 
 def _groups(plan: Plan) -> dict[str, Any]:
-    """Process groups over which the model is sharded, by name; groups of a mesh's last dim come first."""
+    """Return the process groups over which the model is sharded, by name; groups of a mesh's last dim come first."""
     meshes = [(each.tensor.device_mesh, each.tensor) for each in plan.weights if is_dtensor(each.tensor)]
     found = [mesh.get_group(index) for mesh, _ in meshes for index in reversed(range(mesh.ndim))]
     return {group.group_name: group for group in found}
 
 
 def _on_first_rank(folder: Path, plan: Plan, limit: int, groups: Sequence[Any], *, overwrite: bool) -> int:
-    """Write the folder on the first rank; returns the bytes of all tensors, on all ranks.
+    """Write the folder on the first rank while other ranks gather; return the bytes of all tensors on all ranks.
 
-    ``limit`` is a file's maximum size in bytes. Other ranks of ``groups`` only gather, and raise if writing fails.
+    ``limit`` is a file's maximum size in bytes. If writing fails, all ranks raise.
     """
     stream = pieces(plan)
     answer: int | str | None = None

@@ -61,7 +61,7 @@ def _kind_of_current(quantizer: CurrentScaling) -> str | None:
 
 
 def kind_of(quantizer: Quantizer) -> str | None:
-    """The kind of weights that this quantizer makes, a key of `KINDS`; None if no serving format has it."""
+    """Return the kind of weights that this quantizer makes, a key of `KINDS`; None if no serving format has it."""
     if type(quantizer) is CurrentScaling:
         return _kind_of_current(quantizer)
     if type(quantizer) is DelayedScaling:
@@ -81,9 +81,9 @@ class Scheme:
         suffixes: Suffixes of the names of a layer's tensors: first the codes, then the scales.
         write: Converts a quantized matrix to tensors, by their suffixes.
         read: Converts these tensors to the values of the matrix, (N, K) float32.
-        config: Entries for such weights in the format's configuration.
+        config: Entries for weights of this kind in the format's configuration.
         multiples: Two numbers: N must be divisible by the first, and K must be divisible by the second.
-        has_ragged_rows: Whether N may be no multiple, provided that readers can't mistake the block size.
+        has_ragged_rows: Whether N need not be divisible, if N / rows of scales can't be mistaken for the block size.
         input_scale: Suffix of the static scale of the input, float32; None if inputs are quantized dynamically.
         served: Sentence for the report on how a server's GEMM differs from training's; empty for equal GEMMs.
         stores_divisor: Whether the file has 1 / outer scale instead of the outer scale.
@@ -126,11 +126,11 @@ class Format:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     def scheme(self, kind: str | None) -> Scheme | None:
-        """The scheme for weights of this kind; None if the format can't hold them."""
+        """Return the scheme for weights of this kind; None if the format can't hold them."""
         return next((each for each in self.schemes if each.kind == kind), None)
 
     def refusal(self, kind: str | None) -> str:
-        """Reason why this format can't store weights of this kind, for an error text."""
+        """Return the reason, for an error text, why this format can't store weights of this kind."""
         held = "; ".join(f"{each.name} ({KINDS[each.kind]})" for each in self.schemes)
         advice = f" {self.instead[kind]}" if kind is not None and kind in self.instead else ""
         return f"the format {self.name!r} has no such codes; it has {held}.{advice}"
@@ -139,10 +139,7 @@ class Format:
 def eight_bits(
     suffixes: tuple[str, str], scale: Callable[[Quantized], Tensor]
 ) -> Callable[[Quantized], dict[str, Tensor]]:
-    """Make a `Scheme.write` for e4m3 codes and one tensor of scales, which ``scale`` computes.
-
-    ``suffixes`` are the names' suffixes of codes and scales.
-    """
+    """Make a `Scheme.write` for e4m3 codes and the scales that ``scale`` computes; ``suffixes`` name the two."""
     return lambda matrix: {suffixes[0]: matrix.codes.view(CODES), suffixes[1]: scale(matrix)}
 
 
@@ -155,7 +152,7 @@ def packed_codes(matrix: Quantized) -> Tensor:
 
 
 def scales_of_rows(matrix: Quantized) -> Tensor:
-    """Scales (N, blocks per row); the scale of a block of several rows is repeated for each row."""
+    """Return scales (N, blocks per row): the scale of a block of several rows is repeated for each row."""
     rows = matrix.quantizer.block[0]
     return matrix.scale.repeat_interleave(rows, 0)[: matrix.shape[0]] if rows > 1 else matrix.scale
 
@@ -166,7 +163,11 @@ def numbers_of(scale: Tensor) -> Tensor:
 
 
 def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat a grid of scales to a matrix of ``shape``; a block has shape / grid's shape elements."""
+    """Repeat each scale of a grid for the elements of its block, to a matrix of ``shape``.
+
+    Raises:
+        ValueError: The matrix can't be divided into a grid of equal blocks.
+    """
     rows, columns = scale.shape
     if shape[0] % rows or shape[1] % columns:
         raise ValueError(f"scales of shape {tuple(scale.shape)} are no grid of a matrix of shape {tuple(shape)}")

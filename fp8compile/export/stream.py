@@ -38,7 +38,7 @@ class Piece:
 
 
 def positions(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the 16 sample values that `check` compares, for a matrix of this shape."""
+    """Return rows and columns of the 16 sample values that `check` compares, for a matrix of this shape."""
     index = torch.arange(PROBES)
     return (index * 7919 + 3) % shape[0], (index * 104729 + 5) % shape[1]
 
@@ -56,10 +56,7 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _part(matrix: Quantized, place: Place) -> Quantized:
-    """Take the rows ``place`` out of a quantized matrix, with their scales.
-
-    If the rows are not whole blocks, the result has a scale for each row.
-    """
+    """Return the rows ``place`` of a quantized matrix, with a scale for each row if they are not whole blocks."""
     step, rows = matrix.quantizer.block[0], slice(place.start, place.stop, place.step)
     if step > 1 and (place.step > 1 or place.start % step):  # rows of several blocks: a scale for each row
         own = replace(matrix.quantizer, block=(1, matrix.quantizer.block[1]))
@@ -117,7 +114,7 @@ def pieces(plan: Plan) -> Iterator[Piece]:
 
 
 def _pairs(stream: Iterator[Piece]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) pairs of the pieces; keeps no reference to a tensor that it has yielded."""
+    """Yield (name, tensor) pairs of the pieces, without a reference to tensors that were yielded before."""
     for piece in stream:
         found = dict(piece.tensors)
         del piece

@@ -34,9 +34,9 @@ def _read(stored: Mapping[str, Tensor]) -> Tensor:
 
 
 def _metadata(name: str, matrix: Quantized | None) -> dict[str, str]:
-    """Header entry for the tensor ``name``: the tensor's class and, for codes, the block size of a scale.
+    """Return the header entry for the tensor ``name``: its class and, for codes, the block size.
 
-    ``matrix`` is the quantized matrix; None for a tensor in high precision.
+    ``matrix`` is None for a tensor in high precision.
     """
     if matrix is None:
         return {name: json.dumps({"_type": "Tensor"})}

@@ -101,10 +101,7 @@ def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Inte
 
 
 def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> Iterator[_Tile]:
-    """Yield the elements of a shard in tiles of whole blocks, cast to ``dtype``; None keeps their dtype.
-
-    ``block`` has the rows and columns that share a scale.
-    """
+    """Yield a shard in tiles of whole blocks of (rows, columns) ``block``, cast to ``dtype`` unless it is None."""
     shape = part.whole_shape()
     own = place_of(part.cuts, shape)
     row_step, column_step = (math.lcm(max(size, 1), 2) for size in block)  # two neighbours may share a byte
@@ -134,9 +131,9 @@ def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> It
 
 
 def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) -> Tensor:
-    """Amax of each block of the whole matrix, float32, reduced over all ranks; ``part`` is the shard.
+    """Return the amax of each block of the whole matrix over all ranks, float32; ``part`` is this rank's shard.
 
-    Values are cast to ``dtype`` first; None keeps their dtype.
+    Values are cast to ``dtype`` first, unless it is None.
     """
     grid = part.local.new_zeros(quantizer.scale_shape(part.whole_shape()), dtype=torch.float32)
     for each in _tiles(part, quantizer.block, dtype):
@@ -147,9 +144,9 @@ def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) ->
 
 
 def amax_of_all(part: Plain, dtype: torch.dtype | None) -> Tensor:
-    """Amax of a whole sharded matrix, (1,) float32, over all ranks; ``part`` is this rank's shard.
+    """Return the amax of a whole sharded matrix over all ranks, (1,) float32; ``part`` is this rank's shard.
 
-    Values are cast to ``dtype`` first; None keeps their dtype.
+    Values are cast to ``dtype`` first, unless it is None.
     """
     return _whole_amax(part, WHOLE_TENSOR, dtype).view(1)
 
@@ -168,11 +165,11 @@ class WholeMatrix:
     """A whole matrix of codes on each rank, filled by shards that each rank quantizes and sends.
 
     Args:
-        quantizer: Quantizer of the matrix in the layout in which the model's module stores the weight.
-        shape: Rows and columns of the whole matrix in that layout.
-        cuts: How the matrix is sharded in that layout.
+        quantizer: Quantizer of the matrix as the model's module stores it.
+        shape: Rows and columns of the whole matrix as the module stores it.
+        cuts: How the matrix is sharded, as the module stores it.
         device: Device on which the matrix is allocated.
-        is_turned: Whether the module's layout is (in_features, out_features), the transpose of the filled matrix.
+        is_turned: Whether the module stores (in_features, out_features), the transpose of the filled matrix.
     """
 
     def __init__(
@@ -211,12 +208,11 @@ class WholeMatrix:
 
         Args:
             part: Values of the shard.
-            quantizer: Quantizer of the matrix in the layout in which the model's module stores the weight. Its codes
-                must depend only on values and blocks, not on positions.
+            quantizer: Quantizer of the matrix as the model's module stores it. Codes must depend only on values and
+                blocks, not on positions.
             dtype: Dtype to which values are cast first; None for their own.
             outer_amax: Amax for the one scale of the matrix, (1,) float32, if other matrices share the scale.
-            multiplier: 1 / scale, the factor of the values before they are rounded, (1, 1) float32; None to compute
-                it.
+            multiplier: 1 / scale, by which values are multiplied before rounding, (1, 1) float32; None to compute it.
         """
         quantizer, outer_scale = quantizer.unpacked() or quantizer, None
         if multiplier is None and outer_amax is None and has_one_scale(quantizer):

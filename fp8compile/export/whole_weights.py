@@ -36,7 +36,7 @@ def _local_values(parameter: Tensor) -> Tensor:
 
 
 def _codes_of_parameter(parameter: Tensor) -> Quantized:
-    """This rank's codes and scales of a quantized parameter, for the forward's GEMM."""
+    """Return this rank's codes and scales of a quantized parameter, for the forward's GEMM."""
     own: Quantized = local_itself(parameter).sets()[0]
     cuts = sharding_of(parameter)
     return replace(own, layout=TensorLayout(cuts, own.layout.batch)) if cuts else own
@@ -46,12 +46,7 @@ def _codes_of_parameter(parameter: Tensor) -> Quantized:
 
 
 def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Gather the values of a parameter or buffer; codes are dequantized to ``dtype``.
-
-    Args:
-        parameter: A tensor or a DTensor; its local tensor may be quantized.
-        dtype: Dtype of the values; None for the parameter's own.
-    """
+    """Gather the values of a parameter or buffer; codes are dequantized to ``dtype``, by default the parameter's."""
     local: Any = local_itself(parameter)
     if is_quantized_parameter(local):
         own = _codes_of_parameter(parameter)
@@ -78,7 +73,7 @@ def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
 
     Returns:
         The owner's rank in each sharding of ``cuts``, from the outermost on.
-        For i from 0 on, whether this rank equals the owner in the first i shardings.
+        Whether this rank is the owner as far as the first i shardings tell, for each i from 0 on.
         The index of the matrix in the owner's local stack.
     """
     owners: list[int] = []
@@ -104,7 +99,7 @@ class WholeCodes:
         is_turned: Whether the module stores matrices transposed, (in_features, out_features).
         dtype: Dtype to which values are cast before they are quantized; None without a cast.
         outer_amax: Amax for a scale that several matrices share, (1,) float32; None if the scale is not shared.
-        multiplier: 1 / scale, the factor of the values before they are rounded, (1, 1) float32; None to compute it.
+        multiplier: 1 / scale, by which values are multiplied before rounding, (1, 1) float32; None to compute it.
     """
 
     shape: tuple[int, ...]
@@ -116,10 +111,9 @@ class WholeCodes:
     multiplier: Tensor | None = None
 
     def matrix(self, index: int | None) -> Quantized:
-        """Gather matrix ``index`` of the weight: codes (N, K) and scales; collective over ranks with a shard.
+        """Gather codes (N, K) and scales of matrix ``index`` of a stack, or of the only matrix if ``index`` is None.
 
-        Args:
-            index: Number of the matrix in the stack; None if the weight is one matrix.
+        Collective call of all ranks with a shard.
         """
         cuts: list[DimSharding] = [cut for cut in self.part.cuts if cut is not None]
         if index is None:
@@ -164,9 +158,9 @@ class WholeCodes:
 
 
 def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
-    """Amax over all layers and ranks that share a scale with ``layer``, (1,) float32; None if none share.
+    """Return the amax over all layers and ranks that share a scale with ``layer``, (1,) float32; None if none do.
 
-    Values are cast to ``dtype`` first; None keeps their dtype.
+    Values are cast to ``dtype`` first, unless it is None.
     """
     if not isinstance(layer, Linear) or not layer.scale_group:
         return None
@@ -178,10 +172,7 @@ def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
 def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) -> WholeCodes:
     """Prepare to gather a converted layer's weight as the codes that the layer's forward multiplies by.
 
-    Args:
-        layer: The layer.
-        parameter: The layer's weight; a tensor or a DTensor, of values or of codes.
-        dtype: Dtype to which the forward casts values before it quantizes them; None without a cast.
+    ``dtype`` is the dtype to which the forward casts values before it quantizes them; None without a cast.
     """
     shape, turned = tuple(parameter.shape), is_transposed(layer)
     if has_codes(local_itself(parameter)):  # a parameter that is codes, or one that FSDP2 has gathered as codes
@@ -202,6 +193,6 @@ def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) 
 
 
 def scale_of_input(layer: Linear) -> Tensor:
-    """Scale of a layer's input in the next step, () float32, from its delayed-scaling state."""
+    """Return the scale of a layer's input in the next step, () float32, from its delayed-scaling state."""
     quantizer: Any = layer.recipe.input
     return quantizer.scale_of(replicated(layer.multiplier)[ROW_OF_INPUT])

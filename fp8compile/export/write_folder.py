@@ -32,7 +32,7 @@ def bytes_of(size: int | str) -> int:
     """Convert a size in bytes, an int or a text such as ``"5GB"`` or ``"500MiB"``, to an int.
 
     Raises:
-        ValueError: ``size`` is no positive int and no such text.
+        ValueError: ``size`` is neither a positive int nor a text of this form.
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -73,9 +73,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 class Shards:
     """Collects tensors, and writes a safetensors file before the next tensor would exceed the limit.
 
-    Args:
-        folder: Folder of the files.
-        limit: Maximum bytes of a file; a tensor that is larger gets a file of its own.
+    ``limit`` is the maximum size of a file in bytes; a larger tensor gets a file for itself.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:

@@ -31,7 +31,7 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.o
 
 
 def is_fusible(tensor: torch.Tensor) -> bool:
-    """Whether Inductor computes a traced tensor pointwise, so that it can fuse it into a kernel that reads it.
+    """Whether Inductor computes a traced tensor pointwise, and can fuse the computation into kernels that read it.
 
     False for inputs of the graph, for results of GEMMs and other calls, and in eager mode.
     """
@@ -50,7 +50,7 @@ def is_pointwise(node: torch.fx.Node) -> bool:
 
 
 def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -> bool:
-    """Whether a traced tensor is a result of one of these operators, or a view of such a result."""
+    """Whether a traced tensor is a result of one of these operators, or a view of the result."""
     for node in nodes_of(tensor):
         while node.op == "call_function" and node.target in VIEWS | {operator.getitem}:
             node = node.args[0]
@@ -87,7 +87,7 @@ RESHAPES = {
 
 
 def behind_reshapes(node: torch.fx.Node) -> torch.fx.Node:
-    """Follow reshapes and rounding barriers back from a node to the node whose elements it has."""
+    """Follow reshapes and rounding barriers back from a node to the node that computes the same elements."""
     while (shown := _before_barrier(node) or _before_view(node, RESHAPES)) is not None:
         node = shown
     return node
@@ -108,7 +108,7 @@ def _before_barrier(node: torch.fx.Node) -> Any:
 
 
 def leaves_of(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return the tensors that a kernel would read to compute a node pointwise, without smaller (broadcast) ones.
+    """Return the nodes that a kernel would read to compute a node pointwise, without smaller (broadcast) tensors.
 
     Empty if the node is not pointwise.
     """

@@ -1,7 +1,7 @@
 """Inductor IR that stores a matrix and reduces sums over groups of its rows, in one kernel.
 
-A group is a fixed number of consecutive rows. In PyTorch the same sums would be separate kernels: Inductor stores a
-value that is read many times, and would read a group's rows again for each sum.
+A group is a fixed number of consecutive rows. As PyTorch operators, the sums would be several kernels, and each kernel
+would read the rows again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def _is_made_by_inductor(x: Any) -> bool:
 
 
 def _laid_down(x: Any, rows: int) -> tuple[Any, list[Callable[..., Any]]]:
-    """Store the matrix (Inductor IR) unless it is stored already.
+    """Store the matrix (Inductor IR) unless it is stored already; return the stored matrix and loaders.
 
-    Returns the stored matrix, and for each of a group's ``rows`` rows a function (group, column) that loads elements.
+    There is one loader, a function of (group, column), for each of a group's ``rows`` rows.
     """
     from torch._inductor import ir, lowering
 
@@ -66,13 +66,13 @@ def _sums(values: Sequence[Any], factors: Factors) -> list[Any]:
 
 
 def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[Any, list[Any]]:
-    """Lower a matrix to the stored matrix and the largest magnitude of each kind of sums of its rows.
+    """Lower a matrix to the stored matrix and the largest magnitudes of sums over groups of its rows.
 
     Args:
         x: Inductor IR of a matrix (M, K), M a multiple of ``rows``.
         rows: Number of consecutive rows in a group.
-        kinds: One entry for each kind of sums. The entry has a tuple for each sum: the factors of a group's rows,
-            whose terms are added in this order in float32. None stands for the rows themselves, without sums.
+        kinds: For each kind a tuple of sums, or None for the rows themselves. A sum is a tuple of factors, one for
+            each row of a group; the products are added in this order in float32.
 
     Returns:
         The matrix, and for each kind the largest magnitude, (1,) float32, NaN if a sum is NaN. If the matrix was not

@@ -1,7 +1,7 @@
 """Record a layer's block size on cast nodes, in ``node.meta["custom"]``.
 
-Decomposed graphs have no quantizers. `SavedAsCodes` reads the block here to save a tensor in the same blocks, which
-Inductor then packs in the kernel that computes the amaxes.
+Decomposed graphs have no quantizers. To save a tensor as codes, `SavedAsCodes` reads the block here and uses the same
+block. Inductor then packs the codes in the kernel that computes the amaxes.
 """
 
 from __future__ import annotations

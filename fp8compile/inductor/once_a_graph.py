@@ -33,8 +33,8 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
     Args:
         fn: The function. Its first argument is a tensor, others are tensors or hashable values. Nothing may write to
             its results.
-        by_marks: Whether calls under different partitioner marks (`current_marks`) are different calls. If False, the
-            backward's call is replaced by the forward's result, with the forward's marks.
+        by_marks: Whether calls under different partitioner marks (`current_marks`) stay different calls. If False, the
+            backward reads the forward's result, which has the forward's marks.
     """
 
     @wraps(fn)
@@ -46,7 +46,7 @@ def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[.
 
 
 def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Wrap two ops of which ``more`` returns the results of ``plain`` and others, so that a graph calls only one.
+    """Wrap two ops so that a graph calls only one; ``more`` returns the results of ``plain``, and others.
 
     If a graph calls both with equal arguments, only the call of ``more`` stays, whichever was traced first.
 
@@ -70,10 +70,10 @@ def once_with_more(plain: OpOverload, more: OpOverload) -> tuple[Callable[..., A
 
 
 def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch.Tensor, ...]) -> Any:
-    """Let one call in the graph serve two ops, the second of which returns the first one's results and others.
+    """Let ``found``, the results of an op, also serve calls of an op that returns only the first of them.
 
-    ``key`` is the first op, then its arguments. If the graph has called it, readers of that call read ``found``
-    instead, the results of the second op, and the call is erased. Returns the results of the call that stays.
+    ``key`` is the op with fewer results, then its arguments; an earlier call with this key is replaced. Returns
+    ``found``.
     """
     before: Any = vars(graph).setdefault(RESULTS, {}).get(key)
     count = len(key[0]._schema.returns)
@@ -95,10 +95,7 @@ def _in_place_of(graph: torch.fx.Graph, key: tuple[Any, ...], found: tuple[torch
 
 
 def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tuple[Any, ...]] | None:
-    """Return the graph that is being traced and a hashable key for ``args``; None if calls can't be shared.
-
-    With ``by_marks``, the partitioner marks in effect are part of the key.
-    """
+    """Return the graph that is being traced and a hashable key for ``args``; None if calls can't be shared."""
     # Dynamo can't trace graph_tracer(), and while it traces there are no graph nodes to share yet
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None:
         return None
@@ -112,7 +109,7 @@ def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tu
 
 
 def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """A tensor filled with ``number``, on the device of ``like``; equal calls in a traced graph share it.
+    """Return a tensor filled with ``number``, on the device of ``like``; equal calls in a traced graph share it.
 
     Each creation of a tensor would cost a millisecond of tracing. Nothing may write to the result.
     """
@@ -142,7 +139,7 @@ def _nodes_below(tensor: torch.Tensor) -> list[Any]:
 def _meaning(value: Any) -> Any:
     """Return a hashable key for a call's argument; equal keys stand for equal values.
 
-    Aliases, views, parts and padded copies get a key from their operation and their source.
+    The key of a view, part or padded copy is made of the operation and the key of the source.
     """
     while isinstance(value, torch.fx.Node) and value.op == "call_function" and value.target in ALIASES:
         value = value.args[0]

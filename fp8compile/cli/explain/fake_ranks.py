@@ -23,10 +23,7 @@ __all__ = ["check_spread", "pretended_ranks"]
 
 @contextmanager
 def pretended_ranks(size: int | None) -> Iterator[None]:
-    """Context with a fake process group of ``size`` ranks, in which this process is rank 0.
-
-    Args:
-        size: Number of ranks; None starts no group.
+    """Context with a fake process group of ``size`` ranks, in which this process is rank 0; None starts no group.
 
     Raises:
         UserError: There are fewer than 2 ranks, or this process is in a process group already.
@@ -48,10 +45,7 @@ def pretended_ranks(size: int | None) -> Iterator[None]:
 
 
 def check_spread(target: Target, size: int) -> None:
-    """Raise a `UserError` if the model has no DTensor parameter, so that nothing is tensor-parallel.
-
-    The target's code has to parallelize the model; ``size``, the number of ranks, is for the error text.
-    """
+    """Raise a `UserError` if the model has no DTensor parameter, so that nothing is tensor-parallel."""
     if not any(map(_compat.is_dtensor, target.model.parameters())):
         raise UserError(
             f"--tp {size}: no parameter of {target.name} is a DTensor; apply the plan there, as for {size} ranks: "

@@ -30,12 +30,7 @@ footer { margin: 2rem 0; color: #5b6675; font-size: .85rem; }
 
 
 def page(found: Explanation, target: str) -> str:
-    """HTML of the page that shows an explanation; it is also well-formed XML.
-
-    Args:
-        found: The explanation.
-        target: Name of the model that was explained, for the title.
-    """
+    """Return the HTML page, well-formed XML, that shows an explanation of the model named ``target``."""
     import fp8compile
 
     shown = [*graph_sections(found), *gpu_sections(found)]

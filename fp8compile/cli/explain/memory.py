@@ -34,8 +34,7 @@ KEPT = (
 def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
     """Yield two tables for the terminal: memory at moments of a step, and tensors saved for the backward.
 
-    Args:
-        reports: Reports by column name of the first table. The second table shows only the first report.
+    ``reports`` are by column name of the first table; the second table shows only the first report.
     """
     first = next(iter(reports.values()))
     columns, *rows = moment_cells(reports)

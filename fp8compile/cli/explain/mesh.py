@@ -25,10 +25,7 @@ WANTED = "a function of the mesh, or of the mesh and a recipe, that returns (mod
 
 
 def sizes_of(text: str) -> dict[str, int]:
-    """Parse sizes of mesh dims; returns the sizes by name.
-
-    Args:
-        text: The sizes as ``"fsdp=8,ep=8"``, the outermost dim first.
+    """Parse sizes of mesh dims, such as ``"fsdp=8,ep=8"``, to a dict; the outermost dim is first.
 
     Raises:
         UserError: The text has another form, or the mesh has fewer than two ranks.
@@ -45,9 +42,9 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def _builder(text: str) -> tuple[Callable[..., Any], int]:
-    """Import the function that TARGET ``text`` names; also returns its argument count.
+    """Import the function that TARGET ``text`` names; return the function and its number of arguments.
 
-    The count is 1 for a function of the mesh, 2 for a function of the mesh and a recipe.
+    The function takes the mesh, or the mesh and a recipe.
     """
     function = found_at(text)
     if not callable(function):
@@ -76,7 +73,7 @@ def _built(text: str, function: Callable[..., Any], rest: tuple[Any, ...], mesh:
 
 
 def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[str, MeshExplanation]:
-    """Explain a model on one rank of a mesh, in FP8 and, if TARGET takes a recipe, in high precision too.
+    """Explain a model on one rank of a mesh; if TARGET takes a recipe, in FP8 and in high precision.
 
     Args:
         text: TARGET, the name of a function that builds the model.
@@ -85,10 +82,10 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
         gpu: The GPU, a key of ``PEAKS``.
 
     Returns:
-        An explanation for each column of the printed table, by the column's name.
+        The explanations, by the name of their column in the printed table.
 
     Raises:
-        UserError: TARGET is no such function, TARGET fails, or the flags don't fit TARGET.
+        UserError: TARGET is no function of a mesh, TARGET fails, or the flags don't fit TARGET.
     """
     from fp8compile import recipes
     from fp8compile.testing.explain.mesh import explain_mesh
@@ -131,7 +128,7 @@ def to_json(found: dict[str, MeshExplanation]) -> str:
 
 
 def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
-    """Tables for the terminal: numbers with a column for each explanation, and messages between ranks."""
+    """Return tables for the terminal: numbers, with one column for each explanation, and messages between ranks."""
     each = list(found.values())
     first = each[0]
     ranks = " x ".join(f"{name} {size}" for name, size in first.mesh.items())

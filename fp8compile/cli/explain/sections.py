@@ -36,7 +36,7 @@ def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
-    """Return the table cell with the formats in which a GEMM runs; a note tells where they differ from the recipe."""
+    """Return the table cell with the formats in which a GEMM runs, with a note if the recipe has others."""
     if gemm.status in (ABSENT, UNPROVEN):
         return Note(gemm.detail, gemm.status)
     if gemm.status == FELL_BACK:
@@ -45,7 +45,7 @@ def _runs(gemm: GemmExplanation) -> Cell:
 
 
 def _layer_content(layer: LayerExplanation) -> tuple[Any, ...]:
-    """Table cells of a layer without its name: size, recipe, formats of GEMMs, whether a GEMM fell back."""
+    """Return a layer's table cells without its name: size, recipe, formats of GEMMs, whether a GEMM fell back."""
     ways: dict[Cell, list[str]] = {}
     for gemm in layer.gemms:
         ways.setdefault(_runs(gemm), []).append(gemm.gemm)
@@ -88,7 +88,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """Section on FP8 layers so small that ``convert``, by default, would leave them in high precision."""
+    """Return the section on FP8 layers so small that ``convert``, by default, would leave them in high precision."""
     rows = _folded(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers
@@ -184,8 +184,7 @@ def _roofline(bound: Roofline, gpu: GpuExplanation | None) -> Section:
 def graph_sections(found: Explanation) -> Iterator[Section]:
     """Yield sections about a model's graphs; the first one answers whether the model runs in FP8.
 
-    Args:
-        found: The explanation to show; code for a GPU need not be generated yet.
+    The explanation need not contain code for a GPU yet.
     """
     answer = (found.verdict, *filter(None, [found.gain]))
     lines = (*answer, *(f"FELL BACK: {line}" for line in found.fell_back))
@@ -202,11 +201,7 @@ def graph_sections(found: Explanation) -> Iterator[Section]:
 
 
 def gpu_sections(found: Explanation) -> Iterator[Section]:
-    """Yield sections about the code for a GPU, or why there is none; nothing if no GPU was asked for.
-
-    Args:
-        found: The explanation to show.
-    """
+    """Yield sections about the code for a GPU, or why there is none; nothing if no GPU was asked for."""
     if found.gpu is None:
         return
     if found.gpu.problem:

@@ -89,10 +89,7 @@ def _convert(model: Any, name: str, experts: str | None) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise a `UserError` if the file of the HTML page can't be written.
-
-    This is called before the explanation, which takes minutes.
-    """
+    """Raise a `UserError` if the HTML page can't be written, before the explanation, which takes minutes."""
     is_new = not path.exists()
     try:
         path.open("a", encoding="utf-8").close()
@@ -103,7 +100,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _target(parsed: argparse.Namespace) -> Target:
-    """Load the model and inputs that the flags name; output of the user's code goes to standard error."""
+    """Load the model and inputs that the flags name; the user's code prints to standard error."""
     from fp8compile.cli.explain.fake_ranks import check_spread
     from fp8compile.cli.explain.target import load_target
 
@@ -118,7 +115,7 @@ def _target(parsed: argparse.Namespace) -> Target:
 
 
 def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation, None, None]:
-    """Explain the model step by step; yields the explanation, more complete after each step."""
+    """Yield the explanation of the model, more complete after each step."""
     from fp8compile.testing.explain import explain_in_steps
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -136,7 +133,7 @@ def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation,
 
 
 def _memory(parsed: argparse.Namespace, target: Target) -> dict[str, MemoryReport]:
-    """Memory reports of a training step, by column: the model as TARGET makes it, and without FP8."""
+    """Return memory reports of a training step, by column: the model as TARGET makes it, and without FP8."""
     from fp8compile.testing.memory import memory_beside_unconverted
 
     log.info("generating code for its memory")

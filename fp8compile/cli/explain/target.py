@@ -130,10 +130,6 @@ def found_at(text: str) -> Any:
 
 
 def _called(text: str, value: Any) -> Any:
-    """Call ``value`` without arguments, and return the result; an exception becomes a `UserError`.
-
-    ``text`` names the value in the error.
-    """
     with running(f"{text}: calling it without arguments"):
         return value()
 
@@ -179,7 +175,7 @@ def load_target(text: str) -> Target:
         The model and its inputs. Instead of a tuple of inputs, the target may return a single tensor.
 
     Raises:
-        UserError: There is no such target, the target fails, or the target returns something else.
+        UserError: There is no target of this name, or the target fails, or it does not return a model and inputs.
     """
     with running(f"{text}: loading it"):  # even a lookup may run the user's code
         return _loaded(text)

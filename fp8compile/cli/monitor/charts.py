@@ -87,10 +87,7 @@ def _grid(rows: Rows) -> Any:
 
 
 def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Rows]) -> dict[str, Rows]:
-    """Return each operand's numbers by layer; operands with equal numbers share an entry, named by all of them.
-
-    ``rows_of(operand, statistic)`` returns the numbers, such as `Readings.rows` or `Readings.last`.
-    """
+    """Map each operand to its rows of a statistic, from ``rows_of``; operands with equal rows share a key."""
     panels: dict[str, Rows] = {}
     for operand in readings.operands(statistic):
         rows = rows_of(operand, statistic)
@@ -140,7 +137,7 @@ class _Scale:
 
 
 def _shares(grids: list[Any]) -> _Scale:
-    """Logarithmic color scale for grids of shares; 0 gets the color of the smallest positive share."""
+    """Return a logarithmic color scale for shares; 0 gets the color of the smallest positive share."""
     import numpy
     from matplotlib.colors import LogNorm
 
@@ -152,7 +149,7 @@ def _shares(grids: list[Any]) -> _Scale:
 
 
 def _decibels(grids: list[Any]) -> _Scale:
-    """Linear color scale for grids of decibels; an infinite ratio is drawn like the largest finite one."""
+    """Return a linear color scale for decibels; an infinite ratio is drawn like the largest finite one."""
     import numpy
     from matplotlib.colors import Normalize
 
@@ -189,13 +186,12 @@ def _losses(readings: Readings) -> Any:
 
 
 def _bad_steps(readings: Readings) -> list[int]:
-    """Steps in which any operand had NaN or infinite elements."""
     rows = [row for (_, _, name), row in readings.values.items() if name == "nonfinite"]
     return [step for at, step in enumerate(readings.steps) if any(row[at] for row in rows)]
 
 
 def _ranges(readings: Readings) -> Any:
-    """Bar chart of the dynamic range (log2 of max / min magnitude) of each operand and of the formats."""
+    """Draw bars of each operand's dynamic range, log2 of max / min magnitude, and lines for the formats' ranges."""
     panels = _panels(readings, "range", readings.last)
     figure = _figure(max(map(len, panels.values())), len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -218,7 +214,7 @@ def _ranges(readings: Readings) -> Any:
 
 
 def _exponents(readings: Readings) -> Any:
-    """Chart of how often each exponent field occurs in the codes, as a share of all codes."""
+    """Draw how often each exponent field occurs in the codes, as a share of all codes."""
     import numpy
     from matplotlib.colors import LogNorm
 

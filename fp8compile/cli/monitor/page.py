@@ -47,13 +47,7 @@ def _figure(chart: Chart) -> str:
 
 
 def page(title: str, sections: Sequence[Section], charts: Sequence[Chart]) -> str:
-    """HTML text of the page on a run's readings.
-
-    Args:
-        title: Title of the page.
-        sections: Sections of text and tables above the charts.
-        charts: The charts.
-    """
+    """Return the HTML text of the page on a run's readings: sections first, then charts."""
     import fp8compile
 
     parts = [*(section_html(section, "part") for section in sections), *map(_figure, charts)]

@@ -50,7 +50,7 @@ class Readings:
         return list(dict.fromkeys(operand for _, operand, name in self.values if name == statistic))
 
     def rows(self, operand: str, statistic: str) -> dict[str, list[Any]]:
-        """Values of one operand's ``statistic`` by layer: a list with a value for each reading."""
+        """Return the values of one operand's ``statistic`` by layer: a list with a value for each reading."""
         return {
             layer: self.values[layer, operand, statistic]
             for layer in self.layers
@@ -58,7 +58,7 @@ class Readings:
         }
 
     def last(self, operand: str, statistic: str) -> dict[str, Any]:
-        """Latest value of one operand's ``statistic``, by layer."""
+        """Return the latest value of one operand's ``statistic``, by layer."""
         found = {
             layer: next((each for each in reversed(row) if each is not None), None)
             for layer, row in self.rows(operand, statistic).items()

@@ -40,7 +40,7 @@ def _extremes(readings: Readings, statistic: str, *, least: bool) -> Iterator[tu
 
 
 def summary(readings: Readings) -> Section:
-    """Table of notable readings; rows about NaN are highlighted.
+    """Return the table of notable readings; rows about NaN are highlighted.
 
     Only the first step with NaN or infinite elements is listed, because this step usually causes the later ones.
     """
