@@ -228,7 +228,7 @@ def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
 def pack(codes: Tensor, dim: int) -> Tensor:
     """Pack 4-bit codes, uint8 from 0 to 15: two neighbours along ``dim`` share a byte, the first in the low bits.
 
-    The size along ``dim`` must be even; the result's is half as large.
+    The size along ``dim`` must be even, and is half as large in the result.
     """
     last = codes.movedim(dim, -1)
     return (last[..., ::2] | (last[..., 1::2] << 4)).movedim(-1, dim)

@@ -126,8 +126,8 @@ def _records_nothing() -> bool:
 def counting_versions() -> AbstractContextManager[None]:
     """Context in which ops inside a `__torch_dispatch__` count writes in tensors' version counters.
 
-    Views made in this context share their base's version counter. By default PyTorch does both for wrapper tensors,
-    but not for the tensors inside of the wrappers.
+    Views made in this context share their base's version counter. By default PyTorch counts writes
+    to wrapper tensors only, and not to the tensors inside of the wrappers.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)

@@ -116,7 +116,7 @@ def _groups(state: Any) -> Sequence[Any]:
 def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[], object]) -> Iterator[None]:
     """Context that calls ``begin`` before and ``end`` after FSDP2 starts to gather parameters or reduce gradients.
 
-    Only the parameter groups of ``module``, for which `is_fsdp` is True, count.
+    Only the parameter groups of ``module`` count. `is_fsdp` has to be True for ``module``.
     """
 
     def telling(run: Callable[..., Any]) -> Callable[..., Any]:

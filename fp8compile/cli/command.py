@@ -112,7 +112,7 @@ def _settle_output() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the subcommand that the command line names, and return the exit code.
 
-    ``arguments`` are the words after ``fp8compile``; by default those of the process.
+    ``arguments`` are the words after ``fp8compile``, by default from the command line of the process.
     """
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] and words[0] in MOVED:

@@ -14,7 +14,7 @@ FORMATS = {each.name: each for each in (FINE_GRAINED_FP8, COMPRESSED_TENSORS, MO
 
 
 def format_named(function: str, name: object) -> Format:
-    """Return the serving format ``name``; a ValueError, if there is none, begins with ``function``."""
+    """Return the serving format ``name``; raise a ValueError that begins with ``function`` if there is none."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"{function}: format is {name!r}; it is one of {', '.join(map(repr, FORMATS))}.")
     return FORMATS[name]

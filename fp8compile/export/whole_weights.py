@@ -46,7 +46,7 @@ def _codes_of_parameter(parameter: Tensor) -> Quantized:
 
 
 def whole_values(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Gather the values of a parameter or buffer; codes are dequantized to ``dtype``, by default the parameter's."""
+    """Gather the values of a parameter or buffer in ``dtype``, by default the parameter's; codes are dequantized."""
     local: Any = local_itself(parameter)
     if is_quantized_parameter(local):
         own = _codes_of_parameter(parameter)
