@@ -78,7 +78,8 @@ HELD_ELSEWHERE = {
     # its gradient travels as codes: test_expert_parallel.py holds it against layers that send none
     "fp8compile::combine",
     # codes and scales are arguments beside the weight that they were made from, and only the weight gets a gradient,
-    # so impl's slope along a scale isn't the derivative: test_cached_weights.py holds it against layers without codes
+    # so impl's slope along a scale isn't the derivative: test_cached_weights.py and test_cached_experts.py hold it
+    # against layers without codes
     "fp8compile::known_codes_linear",
     "fp8compile::known_codes_grouped_linear",
 }
