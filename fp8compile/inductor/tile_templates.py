@@ -210,7 +210,10 @@ def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, 
 
 
 def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
-    """Return the kernel's lines for one matrix, with the lines of `values` and `write` replaced."""
+    """Replace the call of `values` in a kernel's lines by template code that computes matrix ``number``.
+
+    The line of `write` becomes a ``store_output`` for matrix 0, and stays as it is for later ones.
+    """
 
     def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
         store = f'store_output(("tmp_i", "tmp_j"), "{values}", "{is_stored}", {len(indent)}, {kernel.tile})'

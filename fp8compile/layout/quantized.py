@@ -53,7 +53,7 @@ class Plain:
         return self.local.ndim
 
     def whole_shape(self, index: int = 0) -> tuple[int, ...]:
-        """Return the shape after a gather over all groups from ``index`` on; 0 gives the whole tensor's shape."""
+        """Return the shape after a gather over the ranks of ``cuts[index:]``; 0 gives the whole tensor's shape."""
         shape = list(self.local.shape)
         for cut in reversed(self.cuts[index:]):
             if cut is not None:

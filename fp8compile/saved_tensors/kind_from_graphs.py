@@ -120,7 +120,11 @@ def _is_checkpoints_input(node: fx.Node) -> bool:
 
 
 def _call_that_reads(place: fx.Node, *, through_copies: bool) -> str | None:
-    """Return "gemm", "attention" or "other" for the call that reads ``place``; None if only fused operators do."""
+    """Return "gemm", "attention" or "other" for the first call that reads ``place``.
+
+    Pointwise operators, reductions and `READS_ONCE` do not count: None if only these read it. With ``through_copies``,
+    calls that read a copy of ``place`` count too.
+    """
     for user in readers_of(place, through_copies=through_copies):
         if is_pointwise(user):
             continue

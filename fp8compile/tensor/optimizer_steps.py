@@ -76,7 +76,7 @@ class Pending:
         return self.values
 
     def take(self, values: Tensor) -> None:
-        """Replace the values, in the memory of earlier values if there are any, because a graph may refer to it."""
+        """Set the values; earlier values are overwritten in place, because a graph may refer to their memory."""
         if self.values is None:
             self.values = values
         elif self.values is not values:

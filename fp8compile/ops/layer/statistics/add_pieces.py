@@ -151,8 +151,8 @@ def _impl(
 
     Args:
         pieces: Partial results of rows or blocks.
-        numbers: Four ints for each `Piece`: its index in ``pieces``, its operand's index, the column of the result
-            that it is added to, and the half of the piece to read, -1 for the whole piece.
+        numbers: Four ints for each `Piece`: its index in ``pieces``, its operand's index, its column of the result,
+            counted after `FIRST_SUMS` (sums, then maxima), and the half of each count to read, -1 for the whole count.
         columns: Two ints: the number of columns that are sums, and of columns that are maxima.
         groups: The group of each row, for each operand whose pieces are of rows in groups.
         sizes: Number of elements of each group, (E,) float64, for each operand with groups.
