@@ -212,7 +212,10 @@ def _sum(total: Total, elements: Elements) -> Piece:
 
 
 def _largest(total: Total, cast: _Cast) -> Piece | None:
-    """Return the partial maxima of a total, in the dtype of the values; None if another cast counts magnitudes."""
+    """Return the partial maxima of a total; those of magnitudes are converted to ``cast.dtype``.
+
+    None if the total is of magnitudes, and another cast counts them.
+    """
     if total.is_magnitude and not cast.has_magnitudes:
         return None
     found = numbers_of(cast.elements, total.compute, "max")
