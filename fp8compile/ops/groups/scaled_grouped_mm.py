@@ -81,7 +81,7 @@ def _portable(*args: Any) -> Tensor:
 
 
 def sample_offsets() -> Iterator[Tensor]:
-    """Ends of three groups of at most 12 rows: equal, skewed with rows left over, some or all empty."""
+    """Yield the ends of three groups of at most 12 rows: equal, skewed with rows left over, some or all empty."""
     for ends in ((4, 8, 12), (1, 1, 9), (0, 12, 12), (0, 0, 0)):
         yield torch.tensor(ends, dtype=torch.int32)
 
