@@ -31,7 +31,7 @@ NAN_CODE = 0x7F  # the code for NaN in e4m3 and e5m2
 
 
 def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4Format) -> Tensor:
-    """Round each float32 value to the format's value above or below it, which ``noise`` selects."""
+    """Round each float32 value to one of the format's two values around it, selected by ``noise``."""
     saturated = values.clamp(-fmt.max, fmt.max)
     field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
     exponent = field.clamp(min=FLOAT32_BIAS + fmt.min_exponent) - fmt.mantissa_bits - FLOAT32_BIAS

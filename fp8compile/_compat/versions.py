@@ -41,7 +41,7 @@ __all__ = [
 if TYPE_CHECKING:
 
     class OpaqueBase:
-        """Stand-in, for type checkers only, for PyTorch's base class of constants; its name depends on the version."""
+        """For type checkers only: stand-in for PyTorch's base class of constants, whose name differs by version."""
 
 else:
     try:
@@ -114,7 +114,7 @@ def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; always False before PyTorch 2.13, which can't tell."""
+    """Whether `torch.export` is tracing; always False before PyTorch 2.13, where nothing tells."""
     return TORCH_VERSION >= (2, 13) and torch.compiler.is_exporting()
 
 

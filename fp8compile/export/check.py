@@ -108,7 +108,7 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """List problems of config.json: no ``quantization_config``, or an entry that excludes a layer in ``names``."""
+    """List problems of config.json: no ``quantization_config``, or a layer of ``names`` listed as not quantized."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]

@@ -166,7 +166,7 @@ def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> 
 
 
 def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
-    """Join the checkpoint's matrices to the codes and scales of a weight, a matrix or a stack, for the forward."""
+    """Assemble a weight's codes and scales for the forward, of a matrix or a stack, from the checkpoint's matrices."""
     rows, columns = _sizes(weight)
     quantizer, filled = stored[0].quantizer, set()
     whole = empty_matrix(quantizer, rows, columns, device)

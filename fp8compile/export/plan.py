@@ -323,7 +323,7 @@ def plan_of(
         format: The format.
         unfit: What to do with a converted layer's weight that the format can't hold: ``"raise"``, or
             ``"values"`` to write the weight in high precision.
-        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP's, if any.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP's dtype.
 
     Raises:
         ValueError: Nothing is converted, a weight does not fit, or the format does not allow several kinds of codes.

@@ -101,7 +101,7 @@ def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Inte
 
 
 def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> Iterator[_Tile]:
-    """Yield a shard as tiles of whole blocks, but for its edges; values are cast to ``dtype`` unless it is None."""
+    """Yield a shard in tiles of whole blocks (cut off at its edges), cast to ``dtype`` unless it is None."""
     shape = part.whole_shape()
     own = place_of(part.cuts, shape)
     row_step, column_step = (math.lcm(max(size, 1), 2) for size in block)  # two neighbours may share a byte

@@ -154,7 +154,7 @@ def _exprs(sizes: Any) -> list[Any]:
 
 @cache
 def _template(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, ...], ...]) -> Any:
-    """Make the template of a kernel; ``matrices`` has ``TileMatrix.left_out`` of each matrix."""
+    """Make the template of a kernel; ``matrices`` has the output pointers that each matrix lacks (``left_out``)."""
 
     def grid(x: Any, y: Any, z: Any, *rest: Any) -> tuple[Any, Any, Any]:
         return x, y, z
@@ -212,7 +212,7 @@ def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, 
 def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
     """Replace the call of `values` in a kernel's lines by template code that computes matrix ``number``.
 
-    The line of `write` becomes a ``store_output`` for matrix 0, and stays as it is for later ones.
+    The line of `write` becomes a ``store_output`` for matrix 0, and is unchanged for other matrices.
     """
 
     def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:

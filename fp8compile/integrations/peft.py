@@ -94,7 +94,7 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Mixin of both LoRA layers, before PEFT's class: PEFT computes with dequantized weights, then codes come back.
+    """Mixin of both LoRA layers, listed before PEFT's class: replaces codes by their values while PEFT computes.
 
     ``_base_of`` returns the FP8 layer and the name of its weight.
     """

@@ -88,7 +88,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """Return the section on FP8 layers that ``convert`` by default leaves in high precision, as too small to gain."""
+    """Return the section on FP8 layers too small to gain, which ``convert`` by default would not convert."""
     rows = _folded(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers

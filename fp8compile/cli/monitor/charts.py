@@ -137,7 +137,7 @@ class _Scale:
 
 
 def _shares(grids: list[Any]) -> _Scale:
-    """Return a logarithmic color scale for shares; 0 gets the color of the smallest positive share."""
+    """Return a logarithmic color scale for shares of elements; 0 gets the color of the scale's lower end."""
     import numpy
     from matplotlib.colors import LogNorm
 
