@@ -31,7 +31,7 @@ NAN_CODE = 0x7F  # the code for NaN in e4m3 and e5m2
 
 
 def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4Format) -> Tensor:
-    """Round each value to the representable value above or below it, as ``noise`` decides; float32."""
+    """Round each float32 value to one of the format's two values around it, selected by ``noise``."""
     saturated = values.clamp(-fmt.max, fmt.max)
     field = (saturated.view(torch.int32) & FLOAT32_EXPONENT_MASK) >> FLOAT32_MANTISSA_BITS
     exponent = field.clamp(min=FLOAT32_BIAS + fmt.min_exponent) - fmt.mantissa_bits - FLOAT32_BIAS
@@ -47,7 +47,7 @@ def _to_a_neighbour(values: Tensor, noise: Tensor, fmt: Float8Format | Float4For
 def _to_odd(values: Tensor) -> Tensor:
     """Round float32 values to 7 mantissa bits, to odd: the last kept bit becomes 1 if a dropped bit is 1.
 
-    This changes no code, because codes have at least two bits fewer (Boldo and Melquiond 2008, "Emulation of a FMA and
+    Codes stay the same, because they have at least two bits fewer (Boldo and Melquiond 2008, "Emulation of a FMA and
     correctly rounded sums: proved algorithms using rounding to odd"). A truncating cast of the result to float16
     changes no code either: the cast is exact, except for values that round to code 0. NaN stays NaN.
     """
@@ -145,9 +145,9 @@ class Float4Format:
         return torch.where(magnitude <= self.max, code, 0).to(torch.uint8)  # False for NaN
 
     def encode_stochastic(self, values: Tensor, noise: Tensor) -> Tensor:
-        """Round each value at random to one of the two codes around it; a NaN gives the code 0.
+        """Round each float32 value at random to one of the two codes around it, without bias; a NaN gives the code 0.
 
-        ``noise`` is as in `Float8Format.encode_stochastic`.
+        ``noise`` is uniform in [0, 1), float32, of the same shape.
         """
         return self.encode(_to_a_neighbour(values, noise, self))
 
@@ -174,7 +174,7 @@ class ExponentFormat:
         return self._bytes(values, values.view(torch.int32) >> FLOAT32_MANTISSA_BITS)
 
     def encode_inverses(self, values: Tensor) -> Tensor:
-        """Convert ``1 / values`` to bytes, for values that are powers of two as `encode` takes them."""
+        """Convert ``1 / values`` to bytes; each of ``values`` is 2**k with -127 <= k <= 127, or NaN."""
         return self._bytes(values, 2 * self.bias - (values.view(torch.int32) >> FLOAT32_MANTISSA_BITS))
 
     def _bytes(self, values: Tensor, exponents: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def limit_of(fmt: Float8Format | Float4Format) -> float:
 
 
 def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
-    """Return the bit mask of a code without its sign bit: 0x7f for 8-bit codes, 7 for 4-bit codes."""
+    """Return the bit mask of all bits of a code but its sign: 0x7f for 8-bit codes, 7 for 4-bit codes."""
     return (1 << (fmt.bits - 1)) - 1
 
 

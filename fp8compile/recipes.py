@@ -65,11 +65,11 @@ def _of_blocks(
     cache_weights: bool = False,
     **rule: Any,
 ) -> Recipe:
-    """Make a recipe with current scaling for all operands, from the blocks that share a scale.
+    """Make a recipe with current scaling for all operands from their blocks, whose values share a scale.
 
-    ``x`` is the block of inputs and output gradients and ``weight`` the weight's, where a GEMM sums over columns;
-    ``x_turned`` and ``weight_turned`` are those where it sums over rows. ``rule`` has ``scale`` and ``eps``; the other
-    arguments are those of `rowwise` and `mxfp8`.
+    GEMMs that sum over an operand's columns have the block ``x`` for inputs and output gradients, and ``weight`` for
+    weights; GEMMs that sum over rows have ``x_turned`` and ``weight_turned``. ``rule`` has ``scale`` and ``eps``; the
+    other arguments are those of `rowwise` and `mxfp8`.
     """
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(

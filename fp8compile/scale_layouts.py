@@ -28,10 +28,9 @@ def down_the_rows(scale: Tensor) -> Tensor:
 
 
 def for_each_row(scale: Tensor, block_rows: int, rows: int) -> Tensor:
-    """Repeat each scale for every row of its block of ``block_rows`` rows: (..., rows, blocks per row).
+    """Repeat scales (..., rows of blocks, blocks per row) for each row of their blocks: (..., rows, blocks per row).
 
-    ``scale`` is (..., rows of blocks, blocks per row). Some GEMMs read a scale for each row. The last
-    blocks may have fewer than ``block_rows`` rows.
+    Some GEMMs read a scale for each row. The last blocks may have fewer than ``block_rows`` rows.
     """
     return scale if block_rows == 1 else scale.repeat_interleave(block_rows, -2)[..., :rows, :]
 

@@ -100,7 +100,7 @@ Pattern = tuple[tuple[str, ...], ...]  # alternatives of each part between dots
 
 
 def _merged_at(patterns: list[Pattern], place: int) -> list[Pattern]:
-    """Merge patterns that differ only in the part at index ``place``; parts are separated by dots."""
+    """Merge patterns that differ only at index ``place``; the merged pattern has all their alternatives there."""
     together: dict[Hashable, list[Pattern]] = {}
     for pattern in patterns:
         key = (*pattern[:place], None, *pattern[place + 1 :]) if place < len(pattern) else pattern

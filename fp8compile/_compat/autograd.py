@@ -124,19 +124,19 @@ def _records_nothing() -> bool:
 
 
 def counting_versions() -> AbstractContextManager[None]:
-    """Context in which ops inside a `__torch_dispatch__` count writes in tensors' version counters.
+    """Context in which ops called in a `__torch_dispatch__` increase the version counters of tensors they write to.
 
-    Views made in this context share their base's version counter. By default PyTorch counts writes
-    to wrapper tensors only, and not to the tensors inside of the wrappers.
+    Views made in this context share their base's version counter. By default PyTorch counts writes to a wrapper
+    tensor, but not writes to the tensors inside it.
     """
     is_excluded = False
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, is_excluded)
 
 
 def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
-    """Context in which writes to ``memory`` do not change its version counter, as in FSDP2's gathers.
+    """Context in which writes to ``memory`` do not change its version counter.
 
-    A backward that saved ``memory`` does not notice the write.
+    A backward that saved ``memory`` then raises no error, and reads the new content.
     """
     return torch.autograd._unsafe_preserve_version_counter(memory)
 
@@ -147,15 +147,14 @@ def version_in_eager(tensor: torch.Tensor) -> int | None:
 
 
 def runs_in_backward() -> bool:
-    """Whether the autograd engine runs the caller: a backward, or a forward repeated by checkpointing."""
+    """Whether the caller runs in the autograd engine: in a backward, or in a forward that checkpointing repeats."""
     return torch._C._current_graph_task_id() != -1
 
 
 def will_run(ctx: Any, place: int) -> bool:
     """Whether the running backward also computes the gradient of an op's tensor argument number ``place``.
 
-    ``torch.autograd.grad`` skips arguments that do not lead to the inputs named by its caller. ``ctx`` is the op's
-    autograd context.
+    ``torch.autograd.grad`` skips arguments that do not depend on its ``inputs``. ``ctx`` is the op's autograd context.
     """
     node = ctx.next_functions[place][0]
     return hasattr(node, "variable") or torch._C._will_engine_execute_node(node)  # the call does not take leaves
@@ -172,7 +171,7 @@ def saved_tensor_context() -> dict[str, Any] | None:
 
 
 def saved_by_checkpoint() -> bool:
-    """Whether the calling pack hook was given an input of a ``torch.utils.checkpoint`` region, by the call stack."""
+    """Whether the pack hook that calls this got an input of a ``torch.utils.checkpoint`` region; reads the stack."""
     frame: Any = sys._getframe(1)
     for _ in range(FRAMES):
         if frame is None:
@@ -187,7 +186,7 @@ def saved_by_checkpoint() -> bool:
 
 
 def lost_by_hooks(backward: fx.Graph) -> str | None:
-    """Describe the first input of a backward graph that AOTAutograd may lose if it inlines hooks; else return None.
+    """Describe the first input of a backward graph that AOTAutograd may lose if it inlines hooks; None without one.
 
     Up to PyTorch 2.15 AOTAutograd loses inputs that are neither tensors nor numbers, and may lose tensors that are
     attributes of an autograd ``ctx``.

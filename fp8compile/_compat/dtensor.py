@@ -91,10 +91,10 @@ def placement_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def scattered_like(grad: torch.Tensor | None, placements: tuple[Any, ...] | None) -> torch.Tensor | None:
-    """Reduce-scatter a gradient over mesh dims where it is a partial sum and the input is sharded.
+    """Reduce-scatter an input's gradient over mesh dims where it is a partial sum and the input is sharded.
 
-    ``placements`` are the input's. Without this, the norm before the layer would run its backward on partial sums, and
-    ranks would reduce three float32 tensors instead of one.
+    ``placements`` are the input's. Without this, a norm before the layer would run its backward on partial sums, and
+    ranks would reduce three float32 tensors instead of this gradient.
     """
     if placements is None or grad is None or not is_dtensor(grad):
         return grad

@@ -73,9 +73,9 @@ class FsdpParameter:
 
     @property
     def stays_after_forward(self) -> bool:
-        """Whether gathered data is kept in memory from the forward to the backward.
+        """Whether gathered data stays in memory from the forward to the backward.
 
-        The data is the whole parameter, or with `reshard_after_forward=N` larger shards over N ranks.
+        The data is the whole parameter, or with `reshard_after_forward=N` one of N larger shards.
         """
         return not self._group._reshard_after_forward or self._group._use_post_forward_mesh
 
@@ -116,7 +116,7 @@ def _groups(state: Any) -> Sequence[Any]:
 def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[], object]) -> Iterator[None]:
     """Context that calls ``begin`` before and ``end`` after FSDP2 starts to gather parameters or reduce gradients.
 
-    Only the parameter groups of ``module`` count. `is_fsdp` has to be True for ``module``.
+    Parameter groups of other modules than ``module`` do not count. `is_fsdp` has to be True for ``module``.
     """
 
     def telling(run: Callable[..., Any]) -> Callable[..., Any]:

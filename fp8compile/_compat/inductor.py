@@ -42,7 +42,7 @@ def async_tp() -> bool:
 
 
 def rank_salt() -> str:
-    """Return a text for compile cache keys that differs between ranks; empty without torch.distributed.
+    """Return a text that makes compile cache keys differ between ranks; empty without torch.distributed.
 
     A rank's graph contains where the rank's shard begins, but AOTAutograd computes its cache key from an earlier graph
     that is equal on all ranks. With a shared cache folder, PyTorch 2.13 ran another rank's graph.

@@ -27,7 +27,7 @@ class OnlookingMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle one operator: subclasses call ``func(*args, **kwargs)`` and return its result."""
+        """Handle one call of an operator; an override runs ``func(*args, **kwargs)`` and returns the result."""
         raise NotImplementedError
 
     @classmethod

@@ -14,7 +14,7 @@ __all__ = ["compiled_alone", "muon_lr", "orthogonalized"]
 
 
 def compiled_alone(function: Callable[..., Any], first: object, backend: Any) -> Callable[..., Any]:
-    """Compile ``function``, with ``first`` as its first argument, as one graph of static sizes.
+    """Compile ``function`` as one graph of static sizes, and bind ``first`` as its first argument.
 
     From PyTorch 2.13 on, this graph does not count against Dynamo's recompile limit for ``function``.
     """

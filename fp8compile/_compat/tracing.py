@@ -66,9 +66,9 @@ def nodes_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_written_in_trace(tensor: torch.Tensor) -> bool:
-    """Whether the graph that Dynamo is tracing has written to this input in place so far.
+    """Whether the graph that Dynamo is tracing has already written in place to its input ``tensor``.
 
-    Writes that PyTorch's version counters miss are not seen.
+    Writes that do not change version counters are not seen.
     """
     context = torch._guards.TracingContext.try_get()
     mode = None if context is None else context.fake_mode
@@ -85,7 +85,7 @@ def is_traced_as_subgraph() -> bool:
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
-    """Assert a condition tensor on its device, with the message ``text``; the host does not wait."""
+    """Assert a condition tensor on its device without blocking the host; ``text`` is the error message."""
     torch.ops.aten._assert_async.msg(condition, text)
 
 

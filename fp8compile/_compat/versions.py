@@ -1,9 +1,8 @@
 """Differences between PyTorch versions, measured on 2.11.0, 2.13.0 and 2.15.0.
 
-constants of a graph       register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
-process group in a         not supported in 2.11; in 2.13 after ProcessGroup is registered; in 2.15 without
-tensor subclass            registration
-rowwise GEMM on a CPU      `torch._scaled_mm` takes a scale for each row from 2.13 on
+constants of a graph     register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
+group in a subclass      ProcessGroup as a tensor's attribute: not in 2.11, in 2.13 after registration, in 2.15 always
+rowwise GEMM on a CPU    `torch._scaled_mm` takes a scale for each row from 2.13 on
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
 if TYPE_CHECKING:
 
     class OpaqueBase:
-        """Stand-in, for type checkers only, for PyTorch's base class of constants; its name depends on the version."""
+        """For type checkers only: stand-in for PyTorch's base class of constants, whose name differs by version."""
 
 else:
     try:
@@ -83,8 +82,8 @@ def is_constant_type(cls: type[Any]) -> bool:
 def is_stand_in(value: object) -> bool:
     """Whether PyTorch passed a fake script object in place of a constant such as a recipe.
 
-    A fake kernel gets such an object if the traced function itself creates the constant. ``isinstance`` takes the
-    object for the constant.
+    A fake kernel gets such an object if the traced function itself creates the constant. To ``isinstance``, the object
+    has the constant's class.
     """
     return type(value).__name__ == "FakeScriptObject"
 
@@ -92,8 +91,8 @@ def is_stand_in(value: object) -> bool:
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
     """Wrap a function in `torch.compiler.nested_compile_region`, which compiles it once for all calls in a graph.
 
-    ``often`` is the number of versions, for different inputs, that one graph may need. From PyTorch 2.13 on, more than
-    ``often`` (at least 8) versions raise.
+    ``often`` is how many versions of the function, for different inputs, one graph may need. From PyTorch 2.13 on, a
+    graph that needs more than ``often`` (at least 8) versions raises.
     """
     if TORCH_VERSION < (2, 13):
         return torch.compiler.nested_compile_region(function)
@@ -115,7 +114,7 @@ def with_floats_pinned(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` is tracing; always False before PyTorch 2.13, which can't tell."""
+    """Whether `torch.export` is tracing; always False before PyTorch 2.13, where nothing tells."""
     return TORCH_VERSION >= (2, 13) and torch.compiler.is_exporting()
 
 
@@ -134,7 +133,7 @@ def reduce_scatter_single(x: torch.Tensor, reduction: str, dim: int, group: Any)
 
 
 def declare_grad_dtype(ctx: Any, dtype: torch.dtype, used: torch.dtype) -> None:
-    """Let autograd pass gradients to an all-gather op in the dtype in which ranks sum gradients.
+    """Let an all-gather op's backward receive gradients in ``dtype``; unrounded if ``dtype`` is wider than ``used``.
 
     From PyTorch 2.15 on, a float32 gradient of a bfloat16 weight is summed over ranks unrounded, as in FSDP2. Before,
     this function does nothing, and autograd rounds the gradient to the weight's dtype.
@@ -194,7 +193,7 @@ def root_mesh(mesh: Any) -> Any:
 
 
 def strided_shard(dim: int, parts: int) -> Any:
-    """Return the DTensor placement of a dim sharded into ``parts``, and then again over another mesh dim."""
+    """Return the DTensor placement for a mesh dim that shards each of ``parts`` shards of ``dim`` again."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=parts)
@@ -206,7 +205,7 @@ def cpu_has_rowwise_gemm() -> bool:
 
 
 def traces_no_constant() -> bool:
-    """Whether Dynamo of PyTorch 2.11 is tracing, which can't trace methods of constants such as quantizers."""
+    """Whether Dynamo of PyTorch 2.11 is tracing; it can't trace methods of constants such as quantizers."""
     return TORCH_VERSION < (2, 12) and torch.compiler.is_compiling()
 
 

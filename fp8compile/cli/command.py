@@ -41,7 +41,7 @@ NO_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<kn
 
 class _OneLineParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Let the subcommand's parser report unknown options, because it can suggest similar ones."""
+        """Report unknown options here in the subcommand's parser, which knows similar options to suggest."""
         parsed, rest = super().parse_known_args(args, namespace)
         if rest and not self._subparsers:
             self.error(f"unrecognized arguments: {' '.join(rest)}")

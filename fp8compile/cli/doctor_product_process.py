@@ -3,10 +3,10 @@
 It prints a line before and a line after each case, so that the parent knows during which case the process died.
 
     python -m fp8compile.cli.doctor_product_process --device cuda:0 CASE...
-    python -m fp8compile.cli.doctor_product_process --gpu rtx5090 CASE...      simulated on the CPU; --interpret runs
-                                                                        our Triton kernels in Triton's interpreter
+    python -m fp8compile.cli.doctor_product_process --gpu rtx5090 [--interpret] CASE...
 
-A CASE is a position in `fp8compile.ops.gemms.self_test_cases.product_cases()`.
+A CASE is a position in `fp8compile.ops.gemms.self_test_cases.product_cases()`. With ``--gpu``, the CPU simulates the
+GPU; with ``--interpret``, our Triton kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Runs every kind of GEMM ("product") on a GPU, and checks our tables of supported GEMMs.
 
-    ok          bitwise equal to the emulation
-    differs     not bitwise equal
-    gpu says no the table allows the GEMM on the GPU, but the GEMM raises, traps, or does not end
-    refused     not run, because the table does not allow the GEMM on the GPU
-    not asked   not run, because two other cases of the product crashed their process
+    ok             bitwise equal to the emulation
+    differs        not bitwise equal
+    gpu says no    the table allows the GEMM on the GPU, but the GEMM raises, traps, or does not end
+    refused        not run, because the table does not allow the GEMM on the GPU
+    not asked      not run, because two other cases of the product crashed their process
 
 Cases run in other processes, because a kernel that traps destroys its process's CUDA context.
 """
@@ -61,7 +61,7 @@ class Answer:
 
 
 def processes(command: Sequence[str]) -> Runner:
-    """Make a function that runs cases, given by number, in a subprocess ``command CASE...``."""
+    """Make a function that runs cases, given by position in `product_cases`, in a subprocess ``command CASE...``."""
 
     def run(cases: Sequence[int]) -> tuple[str, str, int]:
         with subprocess.Popen(
@@ -168,7 +168,7 @@ def found_products(devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def played_on(gpu: str) -> dict[str, Any]:
-    """Run all test GEMMs for a GPU that the CPU simulates; return an entry as `found_products` does.
+    """Run all test GEMMs for a GPU that the CPU simulates; return an entry like those of `found_products`.
 
     ``gpu`` is a key of `fp8compile.testing.gpu.gpus.GPUS`.
     """
@@ -181,7 +181,7 @@ def played_on(gpu: str) -> dict[str, Any]:
 
 
 def are_in_order(found: Sequence[dict[str, Any]]) -> bool:
-    """Whether each result in the entries of `found_products` is "ok" or "refused"."""
+    """Whether all results are "ok" or "refused"; ``found`` comes from `found_products`."""
     return all(each["verdict"] in (OK, REFUSED) for entry in found for each in entry["products"])
 
 

@@ -130,7 +130,7 @@ def _sections(text: str, outcomes: Sequence[Outcome]) -> Iterator[Section]:
 
 
 def _write_junit(path: Path, text: str, outcomes: Sequence[Outcome]) -> None:
-    """Write a JUnit file with one test case for each GPU; ``text`` is the test class.
+    """Write a JUnit file with one test case for each GPU; ``text`` is the name of the test class.
 
     Differences and faults are failures; programs that were not run are errors.
     """

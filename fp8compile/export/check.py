@@ -71,9 +71,9 @@ def _stored(files: StoredFiles, name: str, scheme: Scheme) -> dict[str, Tensor] 
 
 
 def _problem(stored: Mapping[str, Tensor], scheme: Scheme, wanted: list[float]) -> str | None:
-    """Describe what is wrong with a layer's tensors, ``stored`` by suffix of the name; None if nothing.
+    """Describe what is wrong with a layer's tensors; None if nothing.
 
-    ``wanted`` are training's values at `positions`.
+    ``stored`` has the tensors by suffix of their names, ``wanted`` the values of training at `positions`.
     """
     scales = [each.float() for suffix, each in stored.items() if suffix != scheme.suffixes[0]]
     if not all(bool((each >= 0).all()) for each in scales):
@@ -108,7 +108,7 @@ def _fused_notes(outer: Mapping[str, float]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any], folder: Path, names: Mapping[str, Any]) -> list[str]:
-    """List problems of config.json: no ``quantization_config``, or layers in ``names`` called not quantized."""
+    """List problems of config.json: no ``quantization_config``, or a layer of ``names`` listed as not quantized."""
     own = config.get("quantization_config")
     if not isinstance(own, dict) or "quant_method" not in own:
         return [f"{folder / 'config.json'} has no quantization_config with a quant_method"]

@@ -27,8 +27,8 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
     Args:
         cuts: How the tensor is sharded, as this rank sees it.
         shape: Shape of the whole tensor.
-        units: For each dim, how many elements share an entry, if the result is in entries: the block size for a grid
-            of scales, 2 if a byte holds two codes, -1 if all elements share one. None for slices of elements.
+        units: None for slices of elements. For slices of a grid of scales or of packed codes: how many elements along
+            each dim share a scale or a byte; -1 if all share one.
     """
     found = []
     for dim, size in enumerate(shape):
@@ -45,9 +45,9 @@ def place_of(cuts: Sharding, shape: Sequence[int], units: Sequence[int] | None =
 
 
 def send(part: Tensor, cut: DimSharding, source: int) -> None:
-    """Broadcast a tensor in place from one rank to the other ranks of a sharded dim.
+    """Broadcast ``part`` from the rank number ``source`` of ``cut`` to the other ranks of ``cut``, in place.
 
-    ``part`` may be a view. The rank number ``source`` in ``cut`` reads ``part``, and the others write to it.
+    ``part`` may be a view, to which the other ranks write.
     """
     group = _resolve_process_group(cut.group) if isinstance(cut.group, str) else cut.group  # type: ignore[arg-type]
     part = part.view(torch.uint8) if part.element_size() == 1 else part
@@ -75,7 +75,7 @@ def fill(
 ) -> None:
     """Fill each rank's whole tensor with the shards of the other ranks (collective).
 
-    Each rank has written its shard to ``whole`` before. The innermost sharding is exchanged first, so that each rank
+    The caller has written this rank's shard to ``whole``. The innermost sharding is exchanged first, so that each rank
     of an outer sharding can then send a complete part.
 
     Args:
@@ -83,7 +83,7 @@ def fill(
         cuts: How the values are sharded.
         shape: Shape of the values.
         units: For each dim, how many values share an entry of ``whole``, see `place_of`.
-        known: For each dim, whether each rank has all entries along the dim already; None if no rank has.
+        known: For each dim, whether all ranks have all entries along the dim already; None if for no dim.
     """
     for level in reversed(range(len(cuts))):
         cut = cuts[level]

@@ -154,7 +154,7 @@ def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device
 def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
     """Copy a scale into ``into`` if ``is_new``; else raise a ValueError unless ``into`` has the same value.
 
-    Parts of one matrix share the scale; ``name`` and ``what`` name part and scale in the error.
+    Parts of one matrix share the scale. The error says which part (``name``) and which scale (``what``).
     """
     if is_new:
         into.copy_(found)
@@ -166,7 +166,7 @@ def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> 
 
 
 def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
-    """Assemble the forward's codes and scales of a weight, a matrix or a stack, from the checkpoint's matrices."""
+    """Assemble a weight's codes and scales for the forward, of a matrix or a stack, from the checkpoint's matrices."""
     rows, columns = _sizes(weight)
     quantizer, filled = stored[0].quantizer, set()
     whole = empty_matrix(quantizer, rows, columns, device)
@@ -232,9 +232,9 @@ def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
 
 
 def _index_of_rows(model: nn.Module, weight: Weight, names: set[str]) -> dict[str, Tensor]:
-    """Map each checkpoint tensor of a parameter to the indices of the parameter's rows that it has.
+    """Map the name of each checkpoint tensor of a parameter to the indices of the parameter's rows that it holds.
 
-    Vectors, and biases of single experts, get indices of elements. ``names`` are all names in the checkpoint.
+    For vectors and biases of single experts, indices are of elements. ``names`` are all names in the checkpoint.
     """
     tensor = weight.tensor
     if weight.scheme is None and weight.places and f"{weight.places[0].name}.bias" in names:

@@ -139,9 +139,9 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
-    """Whether the format takes N although it is no multiple of the block size.
+    """Whether N is no multiple of the block size, and the format can hold the matrix nevertheless.
 
-    N / rows of scales then has to be a fraction, so that readers can't mistake it for the block size.
+    N / rows of scales then has to be a fraction, which readers can't mistake for the block size.
     """
     rows, block = place.rows, scheme.multiples[0]
     return scheme.has_ragged_rows and bool(rows % block) and bool(rows % -(-rows // block))
@@ -161,7 +161,7 @@ def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
 
 
 def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Scheme) -> tuple[Scheme, list[Place]] | str:
-    """Return the scheme and checkpoint matrices of stacked weights (E, in_features, out_features), or why none.
+    """Return the scheme and checkpoint matrices of weights (E, in_features, out_features), or why they don't fit.
 
     If one stack of a module is refused, all are: readers expect either linears or stacks for all weights of a module.
     """
@@ -296,7 +296,7 @@ class _Planner:
         self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype))
 
     def _places_of_bias(self, name: str) -> tuple[Place, ...]:
-        """Return the checkpoint matrices of the experts with the stacked bias ``name``; () if not quantized."""
+        """Return the checkpoint matrices of the transposed experts whose bias is ``name``; () for other tensors."""
         weights = (each for each in self.plan.weights if f"{each.name}_bias" == name and each.scheme is not None)
         found = next(weights, None)
         return () if found is None or not is_transposed(found.layer) else found.places  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ def plan_of(
         format: The format.
         unfit: What to do with a converted layer's weight that the format can't hold: ``"raise"``, or
             ``"values"`` to write the weight in high precision.
-        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None to ask FSDP2.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP's dtype.
 
     Raises:
         ValueError: Nothing is converted, a weight does not fit, or the format does not allow several kinds of codes.

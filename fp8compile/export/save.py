@@ -90,7 +90,7 @@ def _groups(plan: Plan) -> dict[str, Any]:
 
 
 def _on_first_rank(folder: Path, plan: Plan, limit: int, groups: Sequence[Any], *, overwrite: bool) -> int:
-    """Write the folder on the first rank while other ranks gather; return the bytes of all tensors on all ranks.
+    """Write the folder on the first rank, while all ranks gather tensors; each rank returns the bytes of all tensors.
 
     ``limit`` is a file's maximum size in bytes. If writing fails, all ranks raise.
     """

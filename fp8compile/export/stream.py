@@ -56,7 +56,7 @@ def _values_at(matrix: Quantized, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _part(matrix: Quantized, place: Place) -> Quantized:
-    """Return the rows ``place`` of a quantized matrix, with a scale for each row if they are not whole blocks."""
+    """Return the rows ``place`` of a quantized matrix, with a scale for each row if the rows are not whole blocks."""
     step, rows = matrix.quantizer.block[0], slice(place.start, place.stop, place.step)
     if step > 1 and (place.step > 1 or place.start % step):  # rows of several blocks: a scale for each row
         own = replace(matrix.quantizer, block=(1, matrix.quantizer.block[1]))
@@ -70,7 +70,7 @@ def _part(matrix: Quantized, place: Place) -> Quantized:
 
 
 def _pieces_of(plan: Plan, weight: Weight, whole: Quantized, places: Sequence[Place]) -> list[Piece]:
-    """Make a `Piece` of each checkpoint matrix in ``places``; all are rows of one matrix ``whole``."""
+    """Make a `Piece` of each checkpoint matrix in ``places``, whose rows come from the model's matrix ``whole``."""
     scheme, header, found = weight.scheme, plan.format.metadata, []
     assert scheme is not None
     for place in places:

@@ -76,7 +76,7 @@ class _Tile:
     Attributes:
         place: Slices in the whole matrix.
         blocks: Slices of its scales in the whole grid.
-        part: The elements; the layout says which part of the tile's blocks is on other ranks.
+        part: The tile's elements; their layout says how many rows and columns of their blocks are on other ranks.
     """
 
     place: tuple[slice, slice]
@@ -101,7 +101,7 @@ def _intervals(own: slice, total: int, block: int, count: int) -> Iterator[_Inte
 
 
 def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> Iterator[_Tile]:
-    """Yield a shard in tiles of whole blocks of (rows, columns) ``block``, cast to ``dtype`` unless it is None."""
+    """Yield a shard in tiles of whole blocks (cut off at its edges), cast to ``dtype`` unless it is None."""
     shape = part.whole_shape()
     own = place_of(part.cuts, shape)
     row_step, column_step = (math.lcm(max(size, 1), 2) for size in block)  # two neighbours may share a byte
@@ -131,7 +131,7 @@ def _tiles(part: Plain, block: tuple[int, int], dtype: torch.dtype | None) -> It
 
 
 def _whole_amax(part: Plain, quantizer: Quantizer, dtype: torch.dtype | None) -> Tensor:
-    """Return the amax of each block of the whole matrix over all ranks, float32; ``part`` is this rank's shard.
+    """Return the amax of each block of a sharded matrix, over all ranks, float32; ``part`` is this rank's shard.
 
     Values are cast to ``dtype`` first, unless it is None.
     """

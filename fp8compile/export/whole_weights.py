@@ -73,7 +73,7 @@ def _owners(cuts: Sharding, index: int) -> tuple[list[int], list[bool], int]:
 
     Returns:
         The owner's rank in each sharding of ``cuts``, from the outermost on.
-        Whether this rank is the owner as far as the first i shardings tell, for each i from 0 on.
+        For each i from 0 on, whether this rank has the owner's rank in the first i shardings.
         The index of the matrix in the owner's local stack.
     """
     owners: list[int] = []

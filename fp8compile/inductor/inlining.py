@@ -1,4 +1,4 @@
-"""Code that is traced by itself and copied into a graph."""
+"""Traces a function to a graph of its own, and copies that graph into another graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["inlined", "traced"]
 
 
 def traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
-    """Trace a function of tensors to a graph, with Inductor's decompositions; ``values`` are fake tensors."""
+    """Trace ``function(*values)`` to a graph, with Inductor's decompositions; ``values`` are fake tensors."""
     from torch._inductor.compile_fx import select_decomp_table
     from torch._subclasses import FakeTensor
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -25,7 +25,7 @@ def traced(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
 
 
 def inlined(graph: fx.Graph, body: fx.GraphModule, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """Copy a traced graph into ``graph`` at its insertion point; return the copies of its results.
+    """Copy the nodes of ``body`` to the insertion point of ``graph``; return the copies of the results.
 
     ``inputs`` replace the placeholders of ``body``.
     """

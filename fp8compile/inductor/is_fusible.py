@@ -60,9 +60,9 @@ def is_result_of(tensor: torch.Tensor, ops: Collection[torch._ops.OpOverload]) -
 
 
 def is_made_by_rows(tensor: torch.Tensor) -> bool:
-    """Whether a traced tensor is computed pointwise from a tensor with one number for each row, such as a norm.
+    """Whether a traced tensor is computed pointwise from one number for each row, as a norm's output is.
 
-    The gradient of a norm sums along rows, so a kernel that goes row by row reads the same inputs anyway.
+    The kernel of the norm's gradient reads the same inputs row by row, so a reduction along rows can fuse into it.
     """
     waiting, seen = list(nodes_of(tensor)), set()
     while waiting:
@@ -87,7 +87,7 @@ RESHAPES = {
 
 
 def behind_reshapes(node: torch.fx.Node) -> torch.fx.Node:
-    """Follow reshapes and rounding barriers back from a node to the node that computes the same elements."""
+    """Follow reshapes and rounding barriers back from a node; return the node before them, with the same elements."""
     while (shown := _before_barrier(node) or _before_view(node, RESHAPES)) is not None:
         node = shown
     return node
@@ -108,7 +108,7 @@ def _before_barrier(node: torch.fx.Node) -> Any:
 
 
 def leaves_of(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """Return the nodes that a kernel would read to compute a node pointwise, without smaller (broadcast) tensors.
+    """Return the nodes that a kernel would read to compute a node pointwise; leaves out smaller, broadcast tensors.
 
     Empty if the node is not pointwise.
     """

@@ -22,7 +22,7 @@ def lower_counts_of_rows(magnitude: Any, codes: Any, limit: Any, mask: int, dtyp
         shift: Number of bits in a half of ``dtype``.
 
     Returns:
-        An integer for each row. Lower half: nonzero values with code 0; upper half: values above the limit.
+        An integer for each row: number of nonzero values with code 0 (lower half), of values above the limit (upper).
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops

@@ -1,4 +1,4 @@
-"""Inductor IR that stores a matrix and reduces sums over groups of its rows, in one kernel.
+"""Inductor IR that stores a matrix and finds the largest sum over a group of its rows, in one kernel.
 
 A group is a fixed number of consecutive rows. As PyTorch operators, the sums would be several kernels, and each kernel
 would read the rows again.
@@ -66,17 +66,17 @@ def _sums(values: Sequence[Any], factors: Factors) -> list[Any]:
 
 
 def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[Any, list[Any]]:
-    """Lower a matrix to the stored matrix and the largest magnitudes of sums over groups of its rows.
+    """Store a matrix, and find the largest magnitudes of weighted sums over groups of its rows.
 
     Args:
         x: Inductor IR of a matrix (M, K), M a multiple of ``rows``.
         rows: Number of consecutive rows in a group.
-        kinds: For each kind a tuple of sums, or None for the rows themselves. A sum is a tuple of factors, one for
-            each row of a group; the products are added in this order in float32.
+        kinds: For each magnitude the sums that it is the largest of; None for the rows themselves. A sum is given by
+            its factors, one for each row of a group; the products are added in this order in float32.
 
     Returns:
-        The matrix, and for each kind the largest magnitude, (1,) float32, NaN if a sum is NaN. If the matrix was not
-        stored yet, the kernel of the reduction stores it.
+        The matrix, and for each of ``kinds`` the largest magnitude, (1,) float32, NaN if a sum is NaN. If the matrix
+        was not stored yet, the kernel of the reduction stores it.
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import ops

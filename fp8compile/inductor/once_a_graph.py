@@ -27,8 +27,8 @@ PARTS = VIEWS | {torch.ops.aten.select.int, torch.ops.aten.constant_pad_nd.defau
 def once_a_graph(fn: Callable[..., Any], *, by_marks: bool = True) -> Callable[..., Any]:
     """Wrap a function so that equal calls in one traced graph become a single call.
 
-    From PyTorch 2.15 on, the partitioner does not merge a node that only the forward needs with an equal node of the
-    backward: the backward of a graph's last layer would compute the weight's amaxes again.
+    Without this, the backward of a graph's last layer would compute the weight's amaxes again: from PyTorch 2.15 on,
+    the partitioner does not merge a node that only the forward needs with an equal node of the backward.
 
     Args:
         fn: The function. Its first argument is a tensor, others are tensors or hashable values. Nothing may write to
@@ -111,7 +111,7 @@ def _place(args: tuple[Any, ...], *, by_marks: bool) -> tuple[torch.fx.Graph, tu
 def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple[int, ...] = ()) -> torch.Tensor:
     """Return a tensor filled with ``number``, on the device of ``like``; equal calls in a traced graph share it.
 
-    Each creation of a tensor would cost a millisecond of tracing. Nothing may write to the result.
+    Tracing each creation of a tensor costs a millisecond. Nothing may write to the result.
     """
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)

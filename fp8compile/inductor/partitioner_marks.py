@@ -61,7 +61,7 @@ def _repeats(copy: torch.fx.Node) -> bool:
 
 
 def make_in_backward(tensor: torch.Tensor) -> None:
-    """Mark this traced tensor's nodes for the backward; the partitioner could move them to the forward."""
+    """Mark a traced tensor's nodes to stay in the backward; the partitioner could move them to the forward."""
     for node in nodes_of(tensor):
         node.meta.update(IN_BACKWARD)
 
@@ -94,8 +94,8 @@ def is_repeated_in_backward() -> bool:
 def recomputed(*, in_backward: bool = False) -> AbstractContextManager[None]:
     """Context in which all traced nodes are marked for recomputation in the backward (MUST_RECOMPUTE).
 
-    With ``in_backward``, the nodes run in the backward only. PyTorch's partitioner would also put nodes that need no
-    gradient into the forward, and never removes a collective there as dead code.
+    With ``in_backward``, the nodes run in the backward only. Otherwise PyTorch's partitioner also puts nodes that need
+    no gradient into the forward, where it never removes a collective as dead code.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
@@ -110,7 +110,7 @@ def left_in_forward() -> AbstractContextManager[None]:
     """Context in which all traced nodes stay in the forward; the backward must not read them.
 
     Without the mark PyTorch's partitioner repeats the wait for a collective in the backward, and saves the
-    collective's operand. In a checkpointed region, the backward recomputes the nodes and their readers.
+    collective's operand. In a checkpointed region, the nodes are marked for recomputation instead.
     """
     from torch.fx import traceback
 

@@ -4,8 +4,7 @@
     kernel as a template      gate, up --> kernel computes y a tile at a time, writes codes of y
 
 The template is made from the source of the handwritten kernel. Values are rounded to the dtype of y as if they came
-from memory, so the op and the template give the same bits. The template also writes y to memory if other nodes read y,
-or if the kernel has no `write`.
+from memory, so the op and the template give the same bits. The template also writes y to memory if other nodes read y.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def register_tile_kernel(op: torch._ops.OpOverload, launch: Callable[..., TileLa
         op: The operator. Its first argument is the matrix that the kernel reads, or a list of matrices of one shape.
             It returns one tensor or several.
         launch: Takes the operator's arguments, as fake tensors, and returns the launch of its kernel, or None to call
-            the operator. The matrix is not empty, and the other tensors will be contiguous.
+            the operator. Called only if the matrix has elements. The other tensors are contiguous at the launch.
     """
     register_fallback(op)
 

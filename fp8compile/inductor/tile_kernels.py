@@ -35,7 +35,7 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class TileMatrix:
-    """One of several matrices; a template repeats the kernel's code after the comment "each matrix" for each one."""
+    """One matrix of a `TileLaunch` that reads several; a template repeats the code below "each matrix" for it."""
 
     constants: Mapping[str, Any]  # compile-time arguments that are this matrix's own
     left_out: tuple[str, ...] = ()  # names of the pointers among the outputs that this matrix does not have

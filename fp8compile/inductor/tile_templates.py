@@ -154,7 +154,7 @@ def _exprs(sizes: Any) -> list[Any]:
 
 @cache
 def _template(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, ...], ...]) -> Any:
-    """Make the template of a kernel; ``matrices`` names, for each matrix, the pointers that it lacks."""
+    """Make the template of a kernel; ``matrices`` has the output pointers that each matrix lacks (``left_out``)."""
 
     def grid(x: Any, y: Any, z: Any, *rest: Any) -> tuple[Any, Any, Any]:
         return x, y, z
@@ -190,7 +190,7 @@ def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, 
     """Return the template's source: the kernel's source, with the lines of `values` and `write` replaced.
 
     Lines behind the comment "each matrix" are repeated for each matrix. Each repetition loads its inputs again,
-    because a tile of several matrices does not fit the registers.
+    because registers can't hold a tile of each matrix at once.
     """
     body = _body(kernel)
     pointers = (*kernel.inputs, *_outputs(kernel, matrices), *(["values_ptr"] if writes_values else []))
@@ -212,7 +212,7 @@ def _source(kernel: TileKernel, writes_values: bool, matrices: tuple[tuple[str, 
 def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
     """Replace the call of `values` in a kernel's lines by template code that computes matrix ``number``.
 
-    The line of `write` becomes a ``store_output`` for matrix 0, and stays as it is for later ones.
+    The line of `write` becomes a ``store_output`` for matrix 0, and is unchanged for other matrices.
     """
 
     def stored(indent: str, i: str, j: str, values: str, is_stored: str) -> str:
@@ -237,7 +237,7 @@ def _filled(body: str, kernel: TileKernel, number: int = 0) -> str:
 
 
 def _body(kernel: TileKernel) -> str:
-    """Return the text of a kernel's body, without its counting code if the kernel does not count."""
+    """Return the text of a kernel's body, without the code that counts if the kernel has no output for counts."""
     source = inspect.cleandoc("\n" + inspect.getsource(kernel.function.fn))
     _, body = re.split(r"\):.*\n(?=    )", source, maxsplit=1)
     return body if COUNTS in kernel.outputs else COUNTING.sub("", f"{body}\n").rstrip("\n")

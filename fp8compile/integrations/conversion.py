@@ -1,4 +1,4 @@
-"""Conversion of a model together with FSDP2's gathers of codes, for the integrations with trainers."""
+"""Converts a model and, if FSDP2 will shard it, lets FSDP2 gather codes; for the integrations with trainers."""
 
 from __future__ import annotations
 

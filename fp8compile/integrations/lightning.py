@@ -159,7 +159,7 @@ class F8Monitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last batch of a step, log the monitor's statistics, if any, and advance the monitor."""
+        """After the last batch of a step, log what the monitor read, if anything, and advance its step count."""
         monitor: Any = self.monitor  # made when training began
         if trainer.global_step == monitor.steps:
             return  # further batches are accumulated

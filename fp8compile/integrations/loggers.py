@@ -54,7 +54,7 @@ def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
 
 
 def to_wandb(run: Any, reading: Reading, step: int) -> None:
-    """Log a reading to Weights & Biases as step ``step``.
+    """Log the finite numbers of a reading to Weights & Biases as step ``step``; drops lists.
 
     ``run`` is the result of ``wandb.init``, or the module ``wandb``.
     """

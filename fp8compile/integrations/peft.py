@@ -94,7 +94,7 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Mixin of both LoRA layers, listed before PEFT's class: lends PEFT dequantized weights, then restores the codes.
+    """Mixin of both LoRA layers, listed before PEFT's class: replaces codes by their values while PEFT computes.
 
     ``_base_of`` returns the FP8 layer and the name of its weight.
     """
@@ -181,7 +181,7 @@ class _OverCodes:
 
 
 class _WithValues:
-    """A base layer for PEFT's DoRA arithmetic: its bias, and its weight dequantized."""
+    """Stand-in for a base layer in PEFT's DoRA arithmetic: the layer's bias and its dequantized weight."""
 
     def __init__(self, layer: Any) -> None:
         weight = layer.weight

@@ -153,7 +153,7 @@ class F8Callback(TrainerCallback):
 
 
 class TrainersMasterWeights(MasterWeights):
-    """`fp8compile.integrations.accelerate.MasterWeights` with ``params`` as the first argument.
+    """`fp8compile.integrations.accelerate.MasterWeights` with ``params`` first, as a Trainer passes arguments.
 
     Args:
         params: Groups of parameters.

@@ -190,7 +190,7 @@ class F8Quantizer(HfQuantizer):
         return _Quantize()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Return a list: a conversion for each parameter stored as codes, then ``weight_conversions``."""
+        """Return a list: a conversion for each parameter that the file has as codes, then ``weight_conversions``."""
         if not self.pre_quantized or not self.quantization_config.quantized_parameters:
             return weight_conversions
         names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}

@@ -32,9 +32,9 @@ KEPT = (
 
 
 def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
-    """Yield two tables for the terminal: memory at moments of a step, and tensors saved for the backward.
+    """Yield tables: memory at moments of a step, tensors saved for the backward and, if any are kept, weight codes.
 
-    ``reports`` are by column name of the first table; the second table shows only the first report.
+    The first table has a column for each of ``reports``, under its key; later tables show only the first report.
     """
     first = next(iter(reports.values()))
     columns, *rows = moment_cells(reports)

@@ -111,7 +111,7 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
 
 
 def check(found: dict[str, MeshExplanation]) -> None:
-    """Raise `Failed` unless the model of the first explanation runs in the formats of its recipes."""
+    """Raise `Failed` if the model of the first explanation does not run in the formats of its recipes."""
     name, first = next(iter(found.items()))
     if first.problem:
         raise Failed(f"{name}: {first.problem}")
@@ -128,7 +128,7 @@ def to_json(found: dict[str, MeshExplanation]) -> str:
 
 
 def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
-    """Return tables for the terminal: numbers, with one column for each explanation, and messages between ranks."""
+    """Return two tables: counts, MB and times with a column for each explanation, and messages between ranks."""
     each = list(found.values())
     first = each[0]
     ranks = " x ".join(f"{name} {size}" for name, size in first.mesh.items())

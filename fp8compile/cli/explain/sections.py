@@ -31,12 +31,12 @@ LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
 
 def _folded(rows: Iterable[tuple[Cell, ...]]) -> tuple[tuple[Cell, ...], ...]:
-    """Merge rows that differ only in the layer's name; names become a pattern such as ``layers.{0..3}``."""
+    """Merge rows that differ only in the layer's name; their names become a pattern such as ``layers.{0..3}``."""
     return tuple((name, *rest) for name, rest in folded((str(row[0]), row[1:]) for row in rows))
 
 
 def _runs(gemm: GemmExplanation) -> Cell:
-    """Return the table cell with the formats in which a GEMM runs, with a note if the recipe has others."""
+    """Return a GEMM's table cell: the formats in which it runs; a note if they are unknown or not the recipe's."""
     if gemm.status in (ABSENT, UNPROVEN):
         return Note(gemm.detail, gemm.status)
     if gemm.status == FELL_BACK:
@@ -88,7 +88,7 @@ def _sends(sent: Sends) -> Section:
 
 
 def _small(found: Explanation) -> Section:
-    """Return the section on FP8 layers so small that ``convert``, by default, would leave them in high precision."""
+    """Return the section on FP8 layers too small to gain, which ``convert`` by default would not convert."""
     rows = _folded(
         (layer.name, f"{layer.out_features} x {layer.in_features}", f"{layer.size}", f"{layer.least_gaining}")
         for layer in found.layers

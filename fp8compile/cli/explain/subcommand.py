@@ -89,7 +89,7 @@ def _convert(model: Any, name: str, experts: str | None) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise a `UserError` if the HTML page can't be written, before the explanation, which takes minutes."""
+    """Raise a `UserError` if the HTML page can't be written; called before the explanation, which takes minutes."""
     is_new = not path.exists()
     try:
         path.open("a", encoding="utf-8").close()
@@ -133,7 +133,7 @@ def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation,
 
 
 def _memory(parsed: argparse.Namespace, target: Target) -> dict[str, MemoryReport]:
-    """Return memory reports of a training step, by column: the model as TARGET makes it, and without FP8."""
+    """Return memory reports of a training step by column name: of the model, and of the model without FP8."""
     from fp8compile.testing.memory import memory_beside_unconverted
 
     log.info("generating code for its memory")

@@ -87,7 +87,7 @@ def _grid(rows: Rows) -> Any:
 
 
 def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Rows]) -> dict[str, Rows]:
-    """Map each operand to its rows of a statistic, from ``rows_of``; operands with equal rows share a key."""
+    """Map operands to ``rows_of(operand, statistic)``; operands with equal rows share a key, their joined names."""
     panels: dict[str, Rows] = {}
     for operand in readings.operands(statistic):
         rows = rows_of(operand, statistic)
@@ -137,7 +137,7 @@ class _Scale:
 
 
 def _shares(grids: list[Any]) -> _Scale:
-    """Return a logarithmic color scale for shares; 0 gets the color of the smallest positive share."""
+    """Return a logarithmic color scale for shares of elements; 0 gets the color of the scale's lower end."""
     import numpy
     from matplotlib.colors import LogNorm
 
@@ -191,7 +191,7 @@ def _bad_steps(readings: Readings) -> list[int]:
 
 
 def _ranges(readings: Readings) -> Any:
-    """Draw bars of each operand's dynamic range, log2 of max / min magnitude, and lines for the formats' ranges."""
+    """Draw each dynamic range, log2 of largest / smallest nonzero magnitude, as a bar, and each format's as a line."""
     panels = _panels(readings, "range", readings.last)
     figure = _figure(max(map(len, panels.values())), len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -242,7 +242,7 @@ def _exponents(readings: Readings) -> Any:
 
 
 def charts(readings: Readings) -> Iterator[Chart]:
-    """Yield a chart for each statistic that the readings contain."""
+    """Yield a chart of the curves and a chart for each statistic, if the readings contain them."""
     if readings.curves:
         marked = " Dashed lines: steps with NaN or infinite elements." if _bad_steps(readings) else ""
         yield Chart("curves", "Curves", f"The other numbers of the readings.{marked}", _losses(readings))

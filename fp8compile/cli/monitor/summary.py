@@ -42,7 +42,7 @@ def _extremes(readings: Readings, statistic: str, *, least: bool) -> Iterator[tu
 def summary(readings: Readings) -> Section:
     """Return the table of notable readings; rows about NaN are highlighted.
 
-    Only the first step with NaN or infinite elements is listed, because this step usually causes the later ones.
+    Of steps with NaN or infinite elements only the first is listed, because it usually causes the later ones.
     """
     rows: list[tuple[str, ...]] = [each[:3] for each in _nonfinite(readings)]
     loud = frozenset(range(len(rows)))

@@ -82,7 +82,7 @@ class Float8Parallelize:
 
     - With delayed scaling, all ranks that have parts of the same tensors share one scaling state.
     - ``SelectiveAC`` also saves the results of FP8 layers (``fp8compile.ops.GEMM_OPS``).
-    - FSDP2, if enabled, gathers weights as codes, if ``fsdp_float8_all_gather`` is True.
+    - FSDP2, if it shards the model, gathers weights as codes if ``fsdp_float8_all_gather`` is True.
 
     Attributes:
         parallelize_fn: The model's own ``parallelize_fn``.

@@ -34,9 +34,9 @@ def declare_states(model: nn.Module) -> None:
 
 
 def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
-    """Return the process group that reduces amaxes: the loss mesh's, or WORLD for spmd_types with tensor parallel.
+    """Return the process group over which amaxes are reduced: the loss mesh's, or None without a loss mesh.
 
-    None if there is no loss mesh.
+    With spmd_types and tensor parallelism: WORLD.
     """
     if parallel_dims.spmd_backend != "spmd_types" or not parallel_dims.tp_enabled:
         mesh = parallel_dims.get_optional_mesh("loss")
