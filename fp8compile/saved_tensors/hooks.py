@@ -97,10 +97,7 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
 
 
 def _traced_packing(saved: SavedAsCodes) -> Any:
-    """Return the `Packing` of the tensor that AOTAutograd is saving; None if it is saved as it is.
-
-    NotImplemented in eager mode.
-    """
+    """Return the `Packing` of the tensor that AOTAutograd is saving; None for no codes, NotImplemented if eager."""
     context = _compat.saved_tensor_context()
     if context is None:
         return NotImplemented
