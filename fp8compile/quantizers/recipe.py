@@ -63,9 +63,9 @@ ALLOWED_PAIRS = (
 
 
 def gemm_kind(a: Block, b: Block) -> str | None:
-    """Return the kind of GEMM that multiplies (m, k), with scales of blocks ``a``, by (k, n), with scales of ``b``.
+    """Return the kind of GEMM that multiplies (m, k) in blocks ``a`` by (k, n) in blocks ``b``.
 
-    The kind is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
+    Each block has a scale. The kind is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
     """
     if a == b == (-1, -1):
         return "tensorwise"

@@ -100,9 +100,9 @@ class Watch(_compat.OnlookingMode):
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Settle (see `Kept.settle`) the saved tensors whose kind the operator ``func`` tells, then call it.
+        """Settle the saved tensors whose kind the operator ``func`` tells, then call it and return its result.
 
-        Return the operator's result.
+        To settle a tensor is to replace it by codes if its kind was chosen (`Kept.settle`).
         """
         if not self.pending or operator_name(func) in VIEWS | COPIES:
             return func(*args, **kwargs)
@@ -125,7 +125,7 @@ class Watch(_compat.OnlookingMode):
 
 
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
-    """Return the kind of a saved tensor, which ``func``, the operator that runs next, tells.
+    """Return a saved tensor's kind from ``func``, the operator that runs after the tensor was saved.
 
     None if ``func`` squares the tensor: the operator after it tells whether the tensor is the input of a norm.
     """

@@ -97,7 +97,10 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
 
 
 def _traced_packing(saved: SavedAsCodes) -> Any:
-    """Return the `Packing` of the tensor that AOTAutograd is saving; None for no codes, NotImplemented if eager."""
+    """Return the `Packing` of the tensor that AOTAutograd is saving; None if it does not become codes.
+
+    Return NotImplemented in eager mode.
+    """
     context = _compat.saved_tensor_context()
     if context is None:
         return NotImplemented

@@ -64,9 +64,9 @@ def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
 
 
 def block_beside(node: fx.Node, place: fx.Node) -> tuple[int, int] | None:
-    """Search for the nearest FP8 cast that reads a saved tensor, directly or behind elementwise operators.
+    """Search the graphs for the nearest FP8 cast of a saved tensor or of values computed from it.
 
-    Return its block, (rows, columns); None if there is no cast near. ``node`` makes the tensor in the forward;
+    Return the cast's block, (rows, columns); None if there is no cast near. ``node`` makes the tensor in the forward;
     ``place`` receives it in the backward.
     """
     starts = (*same_memory(node), place)
@@ -115,7 +115,7 @@ def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Nod
 
 
 def _is_checkpoints_input(node: fx.Node) -> bool:
-    """Whether a checkpointed region (``meta["ac_graph_id"]``) that ``node`` is not in reads ``node``."""
+    """Whether a node in another checkpointed region (``meta["ac_graph_id"]``) reads ``node``."""
     own = node.meta.get("ac_graph_id")
     return any((user.meta.get("ac_graph_id") or own) != own for user in readers_of(node, through_copies=True))
 

@@ -78,7 +78,7 @@ class GatherLayout:
 
     @property
     def is_alone_with_both(self) -> bool:
-        """Whether the mesh has one rank, so that one tensor holds the codes for the output and for grad_input."""
+        """Whether codes for the output and for grad_input are in one tensor, as a mesh of one rank sends them."""
         return self.ranks == 1 and len(self.scales or ()) == 2
 
     def scales_of_whole(self, gathered: Sequence[Tensor]) -> dict[Gemm, list[Tensor]]:
