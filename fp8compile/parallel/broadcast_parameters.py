@@ -18,9 +18,9 @@ __all__ = ["broadcast_parameters"]
 
 
 def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> None:
-    """Mark a quantized parameter as written, and broadcast its values before quantization if it has kept them.
+    """Broadcast the values that a quantized parameter had before quantization, if it has kept them.
 
-    Master weights start from these values. ``source`` is the sending rank.
+    Master weights start from these values. ``source`` is the sending rank. Also set the parameter's ``written``.
     """
     parameter.written = True
     if parameter.initial is not None:

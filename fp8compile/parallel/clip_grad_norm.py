@@ -43,9 +43,9 @@ def _local(grad: Tensor, parameter: Any) -> Tensor:
 
 
 def _norm(parts: Sequence[Tensor], norm_type: float, foreach: bool | None, device: torch.device) -> Tensor:
-    """Return one norm of order ``norm_type`` of all ``parts``, which are this rank's shards.
+    """Return the norm of order ``norm_type`` of this rank's shards ``parts``, taken as one vector.
 
-    If all shards are empty, the norm is 0, on ``device``; PyTorch's infinity norm would raise.
+    If all shards are empty, return 0 on ``device``; PyTorch's infinity norm would raise.
     """
     parts = [part for part in parts if part.numel()]
     if not parts:
@@ -134,7 +134,7 @@ def clip_grad_norm_(
 
 
 def _total(norms: Sequence[Tensor], norm_type: float, grads: Sequence[Tensor]) -> Tensor:
-    """Combine norms of parts of the gradients to one norm of order ``norm_type``, in the dtype of ``grads``."""
+    """Return the norm of all gradients from ``norms`` of groups of gradients, in the dtype of ``grads``."""
     if not norms:
         return torch.tensor(0.0)
     first, *others = norms

@@ -1,8 +1,7 @@
 """The linear layer on DTensors: one handler for the ops of all layers.
 
-    left operand      this rank's shard of the input or of grad_output
-    right operand     this rank's shard of the weight or of the input, as values or codes
-    product           quantize, gather codes, GEMM, and a sum over ranks if there is one
+The handler takes this rank's shards of both operands (weights also as codes), quantizes them, gathers codes where the
+GEMM needs more than the shard, multiplies, and leaves a sum over ranks as a partial sum.
 
 The result has the placements that a plain linear layer gives, so PyTorch's plans work unchanged.
 """
@@ -65,7 +64,7 @@ class _Right:
 
 
 def _codes_of(gemm: Gemm, weight: Plain, recipe: Recipe) -> Quantized:
-    """Return the codes of a quantized weight's shard that ``gemm`` reads, and how ranks shard them.
+    """Return the codes that ``gemm`` reads of this rank's shard of a quantized weight.
 
     Raise a ValueError if the shard's scales don't have the shape that its blocks need.
     """
@@ -99,8 +98,8 @@ def _weight(gemm: Gemm, weight: DTensor, recipe: Recipe) -> _Right:
 def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
     """Make the right operand of ``gemm`` from a weight under graph_fsdp; the GEMM gathers its codes.
 
-    ``shard`` is this rank's rows of its tensor parallel part of the weight. ``place`` says which rows ranks have, and
-    ``tokens`` is the left operand.
+    Tensor parallelism shards the weight first; ``shard`` has this rank's rows of that shard. ``place`` says which rows
+    each rank has, and ``tokens`` is the left operand.
     """
     mesh = tokens.device_mesh
     cuts = placed_cuts(place.rows.placed, [mesh.get_group(index) for index in range(mesh.ndim)])
@@ -113,7 +112,7 @@ def _rows(gemm: Gemm, tokens: DTensor, shard: Tensor, place: Any) -> _Right:
 
 
 def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, rows: int) -> _Right:
-    """Make grad_weight's right operand from codes and scales of the input that the forward kept.
+    """Make grad_weight's right operand, the input, from the codes and scales that the forward kept.
 
     A byte holds two codes. ``rows`` is the number of rows of this rank's shard of grad_output.
     """
@@ -133,9 +132,9 @@ def _kept(codes: DTensor, scale: DTensor, outer_scale: DTensor, recipe: Recipe, 
 
 
 def _product(op: LayerOp, gemm: Gemm, *args: Any) -> Any:
-    """Run the op of a layer that computes ``gemm`` on DTensors; ``args`` are the op's arguments.
+    """Run ``op``, a layer's op that computes ``gemm``, on DTensors; ``args`` are the op's arguments.
 
-    Under graph_fsdp the weight in ``args`` is a plain shard.
+    Under graph_fsdp the weight in ``args`` is this rank's shard, a plain tensor.
     """
     split: Any = op.split(args)
     tensors, _, place, recipe = split
@@ -259,7 +258,7 @@ def _amax_over_ranks(tensor: DTensor, quantizer: DelayedScaling | None, like: Te
 
 
 def _beside(x: DTensor, weight: Any, place: Any, recipe: Recipe, used: Tensor) -> tuple[Tensor, ...]:
-    """Return the other results of a layer with delayed scaling: multipliers (1 / scale), and amaxes of x and weight.
+    """Return what a delayed scaling layer returns beside its output: multipliers (1 / scale), amaxes of x and weight.
 
     The amaxes cover the whole tensors. Under graph_fsdp the weight's amax covers this rank's rows, and the backward
     reduces it over ranks.

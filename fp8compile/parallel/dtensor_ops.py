@@ -88,7 +88,7 @@ def _prepared(part: Plain, cut: Cut | None, way: Way, place: int, index: int, me
 
 
 def _whole_shapes(op: Op, args: Sequence[Any]) -> list[torch.Size]:
-    """Return the shapes of the op's results for these arguments, if no argument is sharded."""
+    """Return the shapes that the op's results have on whole tensors with the shapes of ``args``."""
     with _disable_current_modes():
         metas = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in args]
         found = op.fake(*metas)

@@ -86,10 +86,10 @@ def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
 
 
 def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
-    """Return the placements of a GEMM's result, one for each mesh dim, from the `Step` of each mesh dim.
+    """Return the placements of a GEMM's result; ``steps`` says for each mesh dim what its ranks have of the result.
 
-    ``dims["m"]`` has, for each mesh dim, the result's dim that is sharded if ranks split the GEMM's rows.
-    ``dims["n"]`` has the same for the GEMM's columns.
+    Where they have rows, the result is sharded along ``dims["m"][i]``, i being the mesh dim; for columns along
+    ``dims["n"][i]``.
     """
     found: list[Placement] = []
     for index, step in enumerate(steps):

@@ -19,7 +19,7 @@ __all__ = ["average_expert_gradients", "check_meshes", "expert_parameters", "has
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of experts that are spread over ranks, by name, in one order on all ranks."""
+    """Return the parameters of experts that are spread over ranks, by name, in the same order on all ranks."""
     return {
         f"{prefix}.{name}".strip("."): parameter
         for prefix, module in model.named_modules()
@@ -50,9 +50,9 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
     Args:
         model: A model with experts that `ExpertParallel` or `spread_experts` has spread. Gradients of other parameters
             stay as they are.
-        parts: Number of equal parts into which the batch was split, over all ranks whose gradients are summed: the
-            number of ranks that experts are spread over, counting ranks with the same tokens once, times the ranks of
-            ``replicas``. Do not count ranks over which FSDP shards the experts, because FSDP takes the mean.
+        parts: Number of equal parts into which the batch was split over all ranks whose gradients are summed. It is
+            the number of ranks over which experts are spread (ranks with the same tokens count as one), times the
+            number of ranks of ``replicas``. Ranks over which FSDP shards experts don't count: FSDP takes the mean.
         replicas: Ranks that have the same experts and other tokens, whose gradients are summed first. None if FSDP
             sums these gradients, or no other rank has these experts.
 

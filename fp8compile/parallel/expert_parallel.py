@@ -30,9 +30,9 @@ class ExpertParallel(ParallelStyle):
         capacity: Number of rows that a rank may send to another. None sets no limit; the host then waits for the
             numbers of rows once in a forward. With a capacity it never waits. Rows that do not fit raise in eager
             mode, and are counted in compiled code (see `overflowed_rows`).
-        float8_dispatch: Whether rows travel as codes. If a GEMM needs other codes of the rows, as grad_weight of
-            ``rowwise`` does, values are rounded twice, and losses differ in the last digits from losses without expert
-            parallelism. If False, losses are the same.
+        float8_dispatch: Whether rows may travel as codes. A GEMM that needs other codes of the rows, as grad_weight of
+            ``rowwise`` does, then quantizes the received values, and losses differ in the last digits from losses
+            without expert parallelism. If False, losses are the same.
         same_tokens: A mesh with one dim whose ranks have the same tokens, such as the tensor parallel ranks of the
             attention before; experts are spread over all of these ranks. Each rank sends its share of the tokens, and
             all ranks get all results. None if each rank has its own tokens. If ranks with the same tokens are not

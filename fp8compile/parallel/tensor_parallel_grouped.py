@@ -1,7 +1,8 @@
 """Grouped linear layers whose matrices are sharded over ranks: tensor parallelism within experts.
 
-    column_parallel_grouped_linear   weights (E, N/R, K)    all rows  ->  features of the output, sharded
-    row_parallel_grouped_linear      weights (E, N, K/R)    features of the input, sharded  ->  all rows
+                                     weights       input of each rank   output of each rank
+    column_parallel_grouped_linear   (E, N/R, K)   (rows, K)            (rows, N/R)
+    row_parallel_grouped_linear      (E, N, K/R)   (rows, K/R)          (rows, N)
 
 E is the number of experts, N out_features, K in_features and R the number of ranks. Between the two layers, ranks send
 only the amaxes of blocks that span several ranks.
@@ -67,7 +68,7 @@ def column_parallel_grouped_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """`fp8compile.grouped_linear` with matrices' rows sharded over ranks; returns this rank's features.
+    """`fp8compile.grouped_linear` with each matrix's rows sharded over ranks; returns this rank's features.
 
     Codes, scales, the output and the weight's gradient have the same bits as in one process. The gradient of ``x`` is
     a sum over ranks. Differentiable once. All ranks of the group call this with the same rows of ``x``.

@@ -1,15 +1,17 @@
 """Tensor parallel linear layers on the plain tensors of one rank, like Megatron's layers.
 
-    column_parallel_linear   weight (N/R, K)    tokens, whole or sharded  ->  features of the output, sharded
-    row_parallel_linear      weight (N, K/R)    features of the input, sharded  ->  tokens, whole or sharded
+                             weight     input of each rank                     output of each rank
+    column_parallel_linear   (N/R, K)   all tokens or its tokens; K features   all tokens; N/R features
+    row_parallel_linear      (N, K/R)   all tokens; K/R features               all tokens or its tokens; N features
 
 N is out_features, K in_features and R the number of ranks. The first layer followed by the second computes an MLP or
-an attention block, and nothing is sent between the two. Gathers send codes; sums are sent in the dtype of the tensor.
+an attention block, and nothing is sent between the two. Sums are sent in the dtype of the tensor. What is sent:
 
-    tokens    column, forward and backward                     row, forward and backward
-    whole     nothing; grad_input all-reduced                  output all-reduced; nothing
-    sharded   codes of x gathered;                             output reduce-scattered;
-              grad_input reduce-scattered, codes of x again    codes of grad_output gathered, for both gradients
+    tokens    pass       column_parallel_linear                            row_parallel_linear
+    all       forward    nothing                                           output, all-reduced
+    all       backward   grad_input, all-reduced                           nothing
+    sharded   forward    codes of x, gathered                              output, reduce-scattered
+    sharded   backward   grad_input, reduce-scattered; codes of x again    codes of grad_output, gathered
 """
 
 from __future__ import annotations

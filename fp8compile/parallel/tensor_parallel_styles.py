@@ -1,9 +1,10 @@
 """Styles for `torch.distributed.tensor.parallel.parallelize_module` that send codes.
 
-    style              PyTorch's style gathers, in the tensor's dtype        this style gathers its codes
-    ColwiseParallel    the input, if it is sharded, in the forward           in the forward, and for grad_weight
-    RowwiseParallel    grad_output, if the output is sequence parallel       for grad_input and for grad_weight
+    style              gathers codes of                         for
+    ColwiseParallel    the input, if it is sharded              the output, and again for grad_weight
+    RowwiseParallel    grad_output, if the output is sharded    grad_input, and again for grad_weight
 
+PyTorch's styles gather the same tensors in their own dtype.
 Arguments and defaults are PyTorch's, so a plan can be ported name by name. Without layouts, each rank has all tokens.
 A layer quantizes its rank's shard. Compiled code merges equal calls, so linears that read one tensor (q, k, v; gate,
 up) share one quantization and one gather (PyTorch 2.15 repeats the gather). Sums over ranks are in the output's dtype,

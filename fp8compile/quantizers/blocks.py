@@ -113,10 +113,10 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
 
 
 def _block_index(size: int, block: int, device: torch.device) -> Tensor:
-    """Compute the index, int64, of each position's block: ``size`` positions, ``block`` in each block.
+    """Return ``i // block`` for each i below ``size``: the number of the block that position i is in; int64.
 
-    Inductor's C++ backend (PyTorch 2.11 to 2.15) splits a loop at a `// block` in an index and never writes a partial
-    last block. If there is a partial block, this function divides in a form that Inductor does not recognize.
+    For code that Inductor's C++ backend (PyTorch 2.11 to 2.15) compiles, `//` would leave a partial last block
+    unwritten. If there is one, this function divides in a form that Inductor does not recognize.
     """
     index = torch.arange(size, device=device)
     if target_of(device).type != "cpu" or statically_true(size % block == 0):
@@ -125,9 +125,9 @@ def _block_index(size: int, block: int, device: torch.device) -> Tensor:
 
 
 def _is_one(blocks: int) -> bool:
-    """Whether there is one block along a dim, as a plain int.
+    """Whether ``blocks``, the number of blocks along a dim, is the plain int 1.
 
-    A symbolic size that a guard fixed to 1 does not count: Inductor (up to PyTorch 2.13) would read out of bounds.
+    False for a symbolic size that a guard fixed to 1, because Inductor (up to PyTorch 2.13) would read out of bounds.
     """
     return isinstance(blocks, int) and blocks == 1
 

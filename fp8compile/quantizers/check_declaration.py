@@ -1,7 +1,7 @@
-"""Checks of classes derived from `Constant`, each as early as Python allows.
+"""Checks of classes derived from `Constant`, each as early as Python allows; they raise TypeErrors.
 
-class statement    annotations and defaults of fields, attributes that are not fields, methods to override together
-first instance     the decorator, and annotations that name something defined later in the module
+class statement    types of fields, forbidden attributes, and methods overridden without their counterpart
+first instance     the dataclass decorator, and annotations with names that are defined later in the module
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _names_of(cls: type[Any]) -> dict[str, Any]:
 
 
 def _annotations(cls: type[Any]) -> dict[str, Any]:
-    """Return the annotations in a class's own body by field name, and evaluate strings.
+    """Return the annotations in a class's own body by field name, strings evaluated.
 
     A string that can't be evaluated is left out here, and checked when the first instance is made.
     """
@@ -145,7 +145,7 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a field's value fits the annotation ``hint``; True if a check is not possible."""
+    """Whether a field's value fits the annotation ``hint``; True for a hint that this function can't check."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, part) for part in arguments)
@@ -231,7 +231,7 @@ def _check_spelling(cls: type[Any], name: str, given: Any, methods: dict[str, An
 
 
 def _check_together(cls: type[Any], base: type[Any]) -> None:
-    """Raise a TypeError if ``cls`` overrides the first method of a pair (TOGETHER, DECLARED) but not the second."""
+    """Raise a TypeError if ``cls`` overrides the first method of a pair in TOGETHER or DECLARED, not the second."""
     two_levels = _overrides(cls, base, "outer_scale")
     for first, second, what in TOGETHER:
         if two_levels and second == "scale_of":

@@ -83,8 +83,8 @@ def salt_with(module_name: str, function: str = "") -> None:
 
     Args:
         module_name: The module. Modules of fp8compile itself are left out: all keys have their sources.
-        function: A name to add to the keys too. It tells apart functions of the module that compiled code depends on,
-            but that no graph names. Empty for none.
+        function: Name of a function of the module, which is added to the keys too, because compiled code depends on
+            the function and no graph names it. Empty for none.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)
@@ -148,7 +148,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 @cache
 def _foreign_types(cls: type[Any]) -> dict[str, Any]:
-    """Return the types of fields that other packages' classes declare, which are checked at construction."""
+    """Return, by field, the annotated types of ``cls`` that classes of other packages declare."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     return {name: hint for name, hint in types.items() if name in declared}

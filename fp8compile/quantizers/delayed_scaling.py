@@ -100,8 +100,8 @@ class DelayedScaling(Quantizer):
     def amax(self, x: Tensor) -> Tensor:
         """Compute the largest magnitude of the tensor, reduced first within each row and then over rows.
 
-        With this order, a kernel can also write a gradient's transposed codes by tiles; with a flat reduction, the
-        kernel would scatter bytes.
+        A fused kernel with this order can also write a gradient's transposed codes by tiles. With a flat reduction,
+        neighbours among the bytes that it writes would be far apart in memory.
         """
         if guard_or_false(x.numel() == 0):
             return super().amax(x)

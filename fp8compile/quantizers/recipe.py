@@ -63,9 +63,9 @@ ALLOWED_PAIRS = (
 
 
 def gemm_kind(a: Block, b: Block) -> str | None:
-    """Return the kind of GEMM that can apply scales of blocks ``a`` of (m, k), and blocks ``b`` of (k, n).
+    """Return the kind of GEMM that multiplies (m, k) in blocks ``a`` by (k, n) in blocks ``b``.
 
-    The kind is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
+    Each block has a scale. The kind is ``"tensorwise"``, ``"rowwise"`` or ``"blockwise"``; None if no GEMM can.
     """
     if a == b == (-1, -1):
         return "tensorwise"
@@ -194,9 +194,9 @@ class Recipe(Constant):
             )
 
     def _check_delayed(self) -> None:
-        """Raise a ValueError unless delayed scaling is the same wherever a history is shared or updated.
+        """Raise a ValueError if one tensor has two different `DelayedScaling`.
 
-        Tensors have one `DelayedScaling` each, all with the same history length and algorithm.
+        Also raise one if tensors differ in history length or algorithm: a layer updates all histories in one step.
         """
         for tensor, slots in TENSORS.items():
             given = [getattr(self, slot) for slot in slots]

@@ -2,8 +2,8 @@
 
     v --square root--> root --amax, scale, cast--> codes, at least 1 where v > 0, and scale;    v ~= (codes * scale)**2
 
-A root has half the exponents of its value: a block of e4m3 codes reaches down to 2**-35 of its largest value, where
-codes of the values themselves reach down to 2**-18.
+A root has half the exponent of its value: e4m3 codes of roots represent values down to 2**-35 of the block's largest,
+codes of the values themselves down to 2**-18.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ class RootScaling(CurrentScaling):
 
     An optimizer divides by such values, so a value above 0 never gets the code 0, however large its neighbours are. A
     value below 0 makes its whole block NaN. The amax of a block is the largest root. Fields are those of
-    ``CurrentScaling``. Stochastic rounding has no bias in the root; the square of the root is too large on average, by
-    the variance of the rounding.
+    ``CurrentScaling``. Stochastic rounding has no bias in the root, but makes squares too large by its variance.
     """
 
     def amax(self, x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Scale rules: functions that compute multipliers (1 / scale) of blocks from their amaxes.
 
-    amax f32 --max(., eps)--> --format_max / .--> --min(., largest f32)--> [clear mantissa] --> multiplier f32
+    fp32    amax f32 --max(., eps)--> --format_max / .--> --min(., largest f32)--> multiplier f32
+    pow2    the same, then the mantissa is cleared
 
-    amax 0            multiplier 1                 (all values, and all codes, are zeros)
-    amax NaN or inf   multiplier NaN               (the whole block becomes NaN, so that the overflow is seen)
+    amax 0            multiplier 1 by fp32 and pow2, without eps; all codes are zeros by every rule
+    amax NaN or inf   multiplier NaN, so the whole block becomes NaN, and the overflow is seen
 
 Values are multiplied before they are rounded. Divisions are computed in float64 and rounded to float32. On every
 backend the result is the correctly rounded float32 quotient, because 53 bits are at least 2 * 24 + 2. In float32,

@@ -39,8 +39,8 @@ class TwoLevelScaling(Quantizer):
         packed: Which two codes share a byte: ``"rows"`` for neighbours in a row, ``"columns"`` for neighbours in a
             column, ``"none"`` for one code in each byte. It does not change values.
         scale: The rule for both scales, ``"transformer_engine"``, ``"reciprocal"`` or ``"torchao"``. ``"reciprocal"``
-            is TransformerEngine's rule with an outer scale that is 1 / (1 / scale) for every tensor. No GPU kernel
-            quantizes along rows and along columns by ``"reciprocal"``.
+            is TransformerEngine's rule with outer scales that stay the same if a file stores 1 / scale and its reader
+            inverts it. No Triton kernel of this package quantizes by ``"reciprocal"``.
         rounding: Rounding of values to codes: ``"nearest"`` or ``"stochastic"`` as in ``CurrentScaling``, or
             ``"stochastic_hardware"``, by which kernels for compute capability 10.x round with the GPU's instruction.
             This is faster, but draws other random bits than a CPU, so that codes differ.
@@ -185,7 +185,7 @@ class TwoLevelScaling(Quantizer):
         return self.rounding == "nearest" and not self.hadamard
 
     def has_kernels(self) -> bool:
-        """Whether GPU kernels that quantize tokens exist for this scale rule; False for ``"reciprocal"``."""
+        """Whether Triton kernels can quantize by this scale rule; False for ``"reciprocal"``."""
         return self.scale != "reciprocal"
 
     def gemm_format(self) -> Float8Format | None:
@@ -256,8 +256,8 @@ class TwoLevelScaling(Quantizer):
     def _every_other(self, x: Tensor, multiplier: Tensor, start: int, *where: Tensor) -> Tensor:
         """Cast the first (``start`` 0) or second (``start`` 1) value of each pair that shares a byte.
 
-        ``where`` are the arguments ``rows`` and ``columns`` of `noise`, or nothing. Compiled code would store all
-        codes if they were computed first and then split.
+        ``where`` are the arguments ``rows`` and ``columns`` of `noise`, or nothing. If all codes were computed first
+        and then split, compiled code would store them all.
         """
         dim, every = PAIRS[self.packed], slice(start, None, 2)
         block = tuple(size // 2 if axis == dim else size for axis, size in enumerate(self.block))

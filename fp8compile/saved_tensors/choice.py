@@ -53,9 +53,9 @@ class SavedAsCodes:
 
     Attributes:
         quantizer: Quantizes each tensor as a matrix whose rows run along the last dim. None means e4m3 with scales
-            that are powers of two, and blocks that suit the nearest layer (in operators) that quantizes a value
-            computed from the tensor: whole rows if the layer's recipe is rowwise, tensorwise or delayed, otherwise the
-            recipe's own blocks. Without such a layer, and in eager mode, blocks are 1 x 128.
+            that are powers of two. Blocks are then chosen by the nearest layer in the graph that quantizes the tensor
+            or values computed from it: whole rows if its recipe is rowwise, tensorwise or delayed, else the recipe's
+            own blocks. Without such a layer, and in eager mode, blocks are 1 x 128.
         filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple names kinds of
             `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. A tuple may also contain
             `SavedTensor` values: these tensors become codes whatever their size, together with those of equal layers

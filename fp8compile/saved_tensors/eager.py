@@ -100,9 +100,9 @@ class Watch(_compat.OnlookingMode):
         return kept
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the operator ``func`` and return its result.
+        """Settle the saved tensors whose kind the operator ``func`` tells, then call it and return its result.
 
-        Before, saved tensors whose kind is known from what ``func`` does with them are settled (see `Kept.settle`).
+        To settle a tensor is to replace it by codes if its kind was chosen (`Kept.settle`).
         """
         if not self.pending or operator_name(func) in VIEWS | COPIES:
             return func(*args, **kwargs)
@@ -125,9 +125,9 @@ class Watch(_compat.OnlookingMode):
 
 
 def _kind(func: Any, args: tuple[Any, ...], kept: Kept) -> str | None:
-    """Return the kind of a saved tensor, told by ``func``, the operator that runs next.
+    """Return a saved tensor's kind from ``func``, the operator that runs after the tensor was saved.
 
-    None if ``func`` squares the tensor: the operator after it tells whether this belongs to a norm.
+    None if ``func`` squares the tensor: the operator after it tells whether the tensor is the input of a norm.
     """
     name, x = operator_name(func), kept.value
     if kept.square is not None:
@@ -154,7 +154,7 @@ def _watches() -> list[Watch]:
 def _may_be_packed(x: Tensor) -> bool:
     """Whether ``x`` may become codes: a floating-point tensor of two or more dims that the forward computed.
 
-    An operator's own result, which it saves before it has a ``grad_fn``, never does.
+    False for an operator's own result, such as that of exp, because it is saved before it has a ``grad_fn``.
     """
     is_callers = x._base is not None and x._base.is_leaf and x._base.requires_grad  # a part of a parameter
     return (

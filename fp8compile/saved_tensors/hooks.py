@@ -97,9 +97,9 @@ def _as_graph(function: Any, name: str) -> fx.GraphModule:
 
 
 def _traced_packing(saved: SavedAsCodes) -> Any:
-    """Return the `Packing` of the tensor that AOTAutograd is saving; None if it is saved as it is.
+    """Return the `Packing` of the tensor that AOTAutograd is saving; None if it does not become codes.
 
-    NotImplemented in eager mode.
+    Return NotImplemented in eager mode.
     """
     context = _compat.saved_tensor_context()
     if context is None:

@@ -72,7 +72,8 @@ def _chosen(
 ) -> dict[fx.Node, Packing]:
     """Return a `Packing` for each node of ``kept`` that becomes codes.
 
-    ``readers`` are the nodes that run in the backward. A node is left out if a view of its memory stays alive.
+    ``readers`` are the nodes that run in the backward. A node is left out if another node that is saved or returned
+    without codes keeps its memory alive.
     """
     forward = _copied(graph, [node for node in graph.nodes if not is_backward(node)])
     backward = _copied(graph, [node for node in graph.nodes if node in readers])

@@ -64,9 +64,10 @@ def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
 
 
 def block_beside(node: fx.Node, place: fx.Node) -> tuple[int, int] | None:
-    """Return the block (rows, columns) of the nearest FP8 cast of a value computed from a saved tensor, or None.
+    """Search the graphs for the nearest FP8 cast of a saved tensor or of values computed from it.
 
-    ``node`` makes the tensor in the forward; ``place`` receives it in the backward.
+    Return the cast's block, (rows, columns); None if there is no cast near. ``node`` makes the tensor in the forward;
+    ``place`` receives it in the backward.
     """
     starts = (*same_memory(node), place)
     return next((block for start in starts if (block := _nearest_block(start)) is not None), None)
@@ -114,7 +115,7 @@ def _functions(nodes: Sequence[fx.Node], *, past_nonlinear: bool) -> list[fx.Nod
 
 
 def _is_checkpoints_input(node: fx.Node) -> bool:
-    """Whether another checkpointed region than the node's own reads it (``meta["ac_graph_id"]``)."""
+    """Whether a node in another checkpointed region (``meta["ac_graph_id"]``) reads ``node``."""
     own = node.meta.get("ac_graph_id")
     return any((user.meta.get("ac_graph_id") or own) != own for user in readers_of(node, through_copies=True))
 

@@ -65,15 +65,15 @@ class Packing:
         return found.parts()
 
     def _takes_rows_one_by_one(self, x: Tensor) -> bool:
-        """Whether blocks are groups of rows in one column, so that each group can be packed without reading others."""
+        """Whether `_packed_by_rows` can pack ``x``: blocks are a few rows by one column, scales are powers of two."""
         rows, columns = self.quantizer.block
         is_column = columns == 1 and 1 < rows <= MOST_ROWS and _is_exact(self.quantizer)
         return is_column and statically_true(math.prod(x.shape[:-1]) % rows == 0)
 
     def _packed_by_rows(self, x: Tensor, steps: Steps) -> tuple[Tensor, ...]:
-        """Pack as `pack` does, in a loop over groups of rows.
+        """Pack as `pack` does, with operators that read the rows of a block one after the other.
 
-        A recipe that transforms groups of tokens reads them in such a loop; Inductor then packs in the same kernel.
+        Recipes that transform groups of tokens read them in the same way, so Inductor packs in the same kernel.
         """
         one_by_one = with_block(self.quantizer, (1, 1))
         rows = x.reshape(-1, self.quantizer.block[0], x.shape[-1]).unbind(1)

@@ -69,7 +69,8 @@ def _chosen(
 ) -> dict[fx.Node, Packing]:
     """Return a `Packing` for each saved output that becomes codes; the first ``returned`` outputs are not saved.
 
-    ``places`` are the backward's placeholders by name. An output whose memory stays alive anyway is left out.
+    ``places`` are the backward's placeholders by name. An output is left out if an output without codes keeps its
+    memory alive.
     """
     found: dict[fx.Node, Packing] = {}
     stays: set[fx.Node] = set()

@@ -122,7 +122,7 @@ def _observe(func: Any, *args: Any) -> Any:
 def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:
     """Return the codes of a quantized weight by the recipe's field, such as ``"weight"``, for statistics.
 
-    Only the codes for the output, if those for grad_input share their memory; none, if they don't fit ``recipe``.
+    Codes for grad_input are left out if they share memory with those for the output. No codes if none fit ``recipe``.
     """
     if unserved(weight.quantizer, recipe, weight.quantizer_for_grad_input) is not None:
         return Seen(None)

@@ -1,7 +1,7 @@
 """Compare shard sizes over the ranks of a group, once, since a wrong size makes a collective hang.
 
-The comparison is itself a collective of all ranks, so only the first call compares. A rank that compared again when
-its own sizes change would wait for ranks whose sizes did not change.
+The comparison is itself a collective of all ranks, so only the first call compares. If ranks compared when their sizes
+change, a rank with new sizes would wait for ranks with unchanged sizes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ aten: Any = torch.ops.aten
 
 
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
-    """Run ``empty_like``: return a parameter with uninitialized codes and scales of NaN."""
+    """Run ``empty_like``: return a parameter with uninitialized codes, whose scales are NaN."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
         raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
     sets = []
@@ -45,7 +45,7 @@ def _plain_like(func: Any, x: QuantizedParameter, *args: Any, **kwargs: Any) -> 
 
 
 def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> bool:
-    """Whether FSDP2's shard of ``x`` of shape ``size`` ends within a block of the codes ``own``."""
+    """Whether FSDP2 asks for a shard of ``x``, of shape ``size``, that ends within a block of the codes ``own``."""
     if x.extent != WHOLE or len(size) != x.ndim:
         return False
     dim = cut_dim(x, size)
@@ -58,7 +58,7 @@ def _cuts_blocks(x: QuantizedParameter, own: Quantized, size: Sequence[int]) -> 
 def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[int], **kwargs: Any) -> Quantized:
     """Make codes of zeros, and scales, for a tensor of shape ``size`` with the quantizer of ``own``.
 
-    If scales are those of the whole sharded weight, they are copied, because ranks without elements need them too.
+    Scales that all shards of the weight have are copied, because ranks without elements need them too.
     """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(

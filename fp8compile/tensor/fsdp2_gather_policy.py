@@ -39,9 +39,9 @@ TOO_EARLY = (
 
 
 class PassInMemory:
-    """Records whose codes FSDP2 gathered last.
+    """Records which GEMM reads the codes that FSDP2 gathered last.
 
-    ``gemm`` is the name of the GEMM that reads them; None before the first gather and while tracing.
+    ``gemm`` is the GEMM's name; None before the first gather and while tracing.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class PassInMemory:
 
 @dataclass
 class GatherPolicy:
-    """Decides, at a weight's first gather, what all its gathers send; FSDP2 keeps the size of its buffers.
+    """Decides, at a weight's first gather, what all its gathers send, as FSDP2's buffers keep their size.
 
     Attributes:
         for_both: What is gathered if one gather serves forward and backward: ``"codes"`` or ``"param_dtype"``.
@@ -87,7 +87,7 @@ class GatherPolicy:
         return GatherPolicy(self.for_both, self.checkpointed, name=self.name)
 
     def now(self, module: nn.Module) -> tuple[str, tuple[Gemm, ...]]:
-        """Return the kind of the gather that is about to start, and the GEMMs whose codes it sends.
+        """Return the ``kind`` of the gather that is about to start, and the GEMMs whose codes it sends.
 
         ``module`` is the module that has the weight.
         """
@@ -100,9 +100,9 @@ class GatherPolicy:
         return kind, PAIR if kind == BOTH else own_pass
 
     def _kind_for(self, parameter: _compat.FsdpParameter) -> str:
-        """Return the kind of gather that FSDP2's settings for the parameter need.
+        """Return the ``kind`` of all gathers, chosen by FSDP2's settings for the parameter at the first gather.
 
-        Raise a RuntimeError if passes have gathered separate codes so far and FSDP2 now keeps the weight after the
+        Raise a RuntimeError if each pass has gathered its own codes so far, and FSDP2 now keeps the weight after the
         forward.
         """
         kind = self.for_both if self.checkpointed or parameter.stays_after_forward else OWN

@@ -43,7 +43,7 @@ class FullyShardHooks:
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, Sequence[SetToGather]]:
-        """Return how ranks shard the weight, and its codes that FSDP2 can send, for output and grad_input.
+        """Return how ranks shard the weight, and a `SetToGather` for each set of its codes.
 
         ``mesh`` and ``mp_policy`` are FSDP2's mesh and ``MixedPrecisionPolicy``, ``size`` is the shape of the whole
         weight, and ``module`` is the module that has the weight.
@@ -118,7 +118,7 @@ class FullyShardHooks:
 def _memory(gathered: Sequence[Tensor], layout: GatherLayout) -> tuple[list[Quantized], tuple[Tensor, ...]]:
     """Return a gathered weight's codes, as views of the gathered tensors, with uninitialized scales.
 
-    Also returns the tensors that were allocated here. ``layout`` has the shapes.
+    Also return the tensors that are allocated here, so that FSDP2 can free them. ``layout`` has the shapes.
     """
     sets, own = [], []
     with torch.inference_mode(mode=False):  # later gathers write to these tensors, in inference mode or not

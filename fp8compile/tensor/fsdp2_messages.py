@@ -78,7 +78,7 @@ class GatherLayout:
 
     @property
     def is_alone_with_both(self) -> bool:
-        """Whether one tensor holds the codes for the output and for grad_input, on a mesh of one rank."""
+        """Whether codes for the output and for grad_input are in one tensor, as a mesh of one rank sends them."""
         return self.ranks == 1 and len(self.scales or ()) == 2
 
     def scales_of_whole(self, gathered: Sequence[Tensor]) -> dict[Gemm, list[Tensor]]:
@@ -113,8 +113,8 @@ def codes_to_send(
         gemms: The GEMMs whose codes are sent.
         shards: How ranks shard the weight.
         size: Shape of the whole weight.
-        together: Whether each gather sends all of ``sets``. If not, scales are padded to the bytes of the entry with
-            the most scales, because FSDP2's buffers keep their size.
+        together: Whether each gather sends all of ``sets``. If not, scales are padded to as many bytes as the scales
+            of any of ``sets`` need, because FSDP2's buffers keep their size.
     """
     beside = shards.is_even() and len(shards.sizes) > 1 and shards.dim == 0
     quantizers = as_they_travel([each.quantizer for each in sets], shards, size)

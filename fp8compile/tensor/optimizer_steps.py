@@ -70,7 +70,7 @@ class Pending:
         return same
 
     def given(self) -> Tensor:
-        """Return the values that a compiled step reads and writes; the codes' values if there are none yet."""
+        """Return the values that a compiled step reads and writes; if there are none yet, dequantize the codes."""
         if self.values is None:
             self.values = self.parameter.dequantize().detach()  # type: ignore[union-attr]  # a graph is given values
         return self.values

@@ -157,8 +157,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def written(self) -> bool:
         """Whether any code except `MasterWeights` has written to this parameter, through any of its views.
 
-        All ranks that share the scale have the same value. FSDP2's copy into the tensor that ``new_zeros`` made, which
-        pads a shard, is no write.
+        All ranks that share the scale have the same value. FSDP2 copies each shard to a padded tensor; that copy does
+        not count as a write.
         """
         return self._shared.written
 
@@ -225,7 +225,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
 
     @property
     def has_all_scales(self) -> bool:
-        """Whether this shard has the whole weight's scales along the sharded dim, as shards may cut blocks."""
+        """Whether this shard has all scales along the sharded dim, as it needs if shards cut blocks."""
         return any(own.has_all_scales for own in self.stored())
 
     @property
@@ -422,7 +422,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def sets_to_gather(
         self, mesh: Any, size: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """Return how ranks shard this parameter, and its codes that FSDP2 can send.
+        """Return how ranks shard this parameter, and a `SetToGather` for each set of its codes.
 
         For the arguments see `FullyShardHooks.sets_to_gather`. Scales that all ranks have are not sent.
         """
@@ -478,7 +478,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         return self
 
     def flattens_blocks(self, size: Sequence[int]) -> bool:
-        """Whether a view of shape ``size`` is 1-D although blocks are 2-D, so that it can't keep scales."""
+        """Whether a view of shape ``size`` flattens 2-D blocks, so that it can't keep their scales."""
         if len(size) != 1 or self.ndim == 1:
             return False
         has_blocks = any(own.quantizer.block != (-1, -1) for own in self.stored())

@@ -28,10 +28,7 @@ __all__ = ["assign", "count_write", "shared_with", "stand_for"]
 
 
 def shared_with(weight: QuantizedParameter, own: Quantized) -> ProcessGroup | None:
-    """Return the ranks that share a scale of a sharded weight's codes ``own``; None if no ranks do.
-
-    With two levels this is the outer scale, else a block's scale.
-    """
+    """Return the ranks that share a scale of the codes ``own`` (the outer scale, if it has one), or None."""
     return _share_outer(weight) if own.quantizer.has_outer_scale() else _share_blocks(weight, own)
 
 

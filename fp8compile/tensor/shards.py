@@ -62,7 +62,7 @@ def sharding_of(weight: Tensor) -> tuple[DimSharding, ...]:
 
 
 def share_scale_of_part(parameter: Any) -> None:
-    """Store in the local shard of a quantized DTensor which ranks share its scale, unless it knows them."""
+    """Store in the local shard of a quantized DTensor which ranks share its scale, if it does not know them yet."""
     local: Any = local_itself(parameter)
     if local.group is not None:  # known if only tensor parallelism cuts it, or after a forward
         return

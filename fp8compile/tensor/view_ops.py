@@ -122,7 +122,7 @@ def _permute(func: Any, x: QuantizedTensor, dims: list[int]) -> QuantizedTensor:
 
 
 def _dim_after(dim: int | None, before: Sequence[int], after: Sequence[int]) -> int | None:
-    """Return the sharded dim of a view that reshapes ``before`` to ``after``; None if it has none.
+    """Return the sharded dim of a view that reshapes ``before`` to ``after``; None if no dim of it is sharded.
 
     ``dim`` is the sharded dim of ``before``. Both shapes have the same last dim.
     """
@@ -274,9 +274,9 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Pl
 
 
 def _codes_slice(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Place) -> Tensor:
-    """Slice only the codes ``own`` along ``dim``; ``where`` is start, end and step.
+    """Return ``own.codes`` sliced along ``dim``; ``where`` is start, end and step, counted in values.
 
-    Raise a TypeError if neighbours along ``dim`` share a byte and the slice would separate them.
+    Raise a TypeError if values along ``dim`` share a byte and the slice would separate them.
     """
     if own.codes.shape[dim] == x.shape[dim]:
         return func(own.codes, dim, *where)

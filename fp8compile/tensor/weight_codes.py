@@ -40,8 +40,8 @@ class WeightCodes(QuantizedTensor):
         recipe: The recipe of the layer that multiplies by them.
         is_turned: Whether they are codes of the transposed matrices.
         is_compiled: Whether a compiled graph reads them, so that compiled code makes them too.
-        is_in_step: Whether an optimizer's step runs. It may write to the weight without counting a version and then
-            call a closure; until it ends, each forward quantizes the weight.
+        is_in_step: Whether an optimizer's step runs. Until it ends, each forward (of a closure) quantizes the weight,
+            because the step may have written to the weight without counting a version.
     """
 
     recipe: Recipe | None = None
@@ -125,9 +125,9 @@ class WeightCodes(QuantizedTensor):
 
 
 def _version(weight: Tensor) -> tuple[Any, ...]:
-    """Return what changes if something writes to a weight, or gives it other memory, as ``.to`` of its module does.
+    """Return a tuple that changes if something writes to a weight, or gives it other memory, as ``module.to`` does.
 
-    It contains the storage and not its address, at which other memory may lie later.
+    It names the storage object, not the address of its memory, which another tensor may get later.
     """
     return weight.shape, weight._version, weight.untyped_storage()._cdata, weight.storage_offset(), weight.dtype
 

@@ -157,10 +157,10 @@ def _wrap_loaded(name: str, module: nn.Module, state_dict: dict[str, Any], prefi
 
 
 def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | None) -> str:
-    """Return the text by which a report describes the gathers of a module's weights.
+    """Return the report's text on what FSDP2 gathers of a module's weights.
 
     ``reasons`` has, for each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
-    ``gathers`` says what is sent if forward and backward multiply different codes; else ``gathers`` is None.
+    ``gathers`` says what is sent if forward and backward multiply different codes; else it is None.
     """
     codes = "codes" if gathers is None else gathers.in_words()
     said = {None: codes, OWN_CODES: OWN_CODES}
@@ -253,7 +253,7 @@ def fsdp_float8_all_gather(
 
 
 def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Tell a quantized parameter with separate codes for grad_input whether the backward repeats the forward.
+    """Store ``checkpointed`` in a quantized parameter that has separate codes for grad_input.
 
     Raise a ValueError for ``one_gather="param_dtype"``, because a quantized parameter has no values to gather.
     """
@@ -268,7 +268,7 @@ def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str
 def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) -> None:
     """Replace the ``chosen`` weights by parameters that FSDP2 gathers as codes.
 
-    ``gathers`` has, for parameters whose forward and backward read different codes, what gathers send.
+    ``gathers`` says what is sent of parameters whose forward and backward read different codes.
     """
     number, scales = next(CALLS), WeightScales((weight.module, weight.name) for weight in chosen)
     wrapped: dict[nn.Parameter, nn.Parameter] = {}

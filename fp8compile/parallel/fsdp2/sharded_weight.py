@@ -128,10 +128,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return plain.requires_grad_(self.requires_grad)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return an array on the same memory; PyTorch's method refuses subclasses like this one.
-
-        ``force`` is the argument of ``Tensor.numpy``.
-        """
+        """Return an array on the same memory; PyTorch's method refuses subclasses like this one."""
         return self._without_class().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -210,10 +207,9 @@ class ShardedWeight(FullyShardHooks, Tensor):
     def sets_to_gather(
         self, mesh: DeviceMesh, size: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
     ) -> tuple[DimSharding, list[SetToGather]]:
-        """Return how FSDP2 shards the weight, and its codes that FSDP2 can send, for output and grad_input.
+        """Return how FSDP2 shards the weight, and a `SetToGather` for each set of its codes.
 
-        For the arguments see `FullyShardHooks.sets_to_gather`. Codes are made only when ``make`` of the returned
-        `SetToGather` is called.
+        ``SetToGather.make`` quantizes when it is called. For the arguments see `FullyShardHooks.sets_to_gather`.
         """
         part = Plain(self.plain, _layout_of_shard(self, mesh, size))
         values = cache(partial(self.values_to_gather, mp_policy))  # one cast for all sets, or none
@@ -289,7 +285,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         return codes, self._scale_of(scale, size, quantizer), outer_scale
 
     def _scale_of(self, scale: Tensor, size: tuple[int, ...], quantizer: Quantizer) -> Tensor:
-        """Return the weight's scales for its tensor parallel shard of shape ``size``, which FSDP2 gathers."""
+        """Return the part of the whole weight's ``scale`` for a rank's tensor parallel shard, of shape ``size``."""
         return local_scales(scale, size, self.cuts, quantizer) if self.cuts else scale
 
 

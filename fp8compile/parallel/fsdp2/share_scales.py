@@ -14,8 +14,8 @@ __all__ = ["share_scales"]
 def share_scales(model: Model) -> Model:
     """Store in each shard of a quantized parameter which ranks share its scale.
 
-    A shard learns these ranks in the first forward, not in ``fully_shard``. Call this if weights are written to before
-    the first forward, such as by ``reset_parameters`` after a start on the meta device.
+    Otherwise FSDP2's first forward stores them. Call this if weights are written to before the first forward, such as
+    by ``reset_parameters`` after a start on the meta device.
 
     Args:
         model: A model after ``fully_shard``.

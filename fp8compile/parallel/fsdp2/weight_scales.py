@@ -44,7 +44,7 @@ class _Version:
 class _Scales:
     """Scales of one weight by the recipe's field, and the weight's version when they were computed.
 
-    If each block lies on one rank, the outer amax is held instead, and each rank computes its own scales.
+    For blocks that each lie on one rank, it holds the outer amax, from which each rank computes its own scales.
     """
 
     by_slot: dict[str, Scales]  # multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``
@@ -98,7 +98,7 @@ class WeightScales:
         self._sent: dict[tuple[nn.Module, str], tuple[_Version, dict[Hashable, tuple[Tensor, ...]]]] = {}
 
     def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:
-        """Return FSDP2's records of weights, by (module, name); refreshes them if ``weight`` is missing."""
+        """Return FSDP2's records of weights, by (module, name); read them anew if ``weight`` is not among them."""
         if weight not in self._parameters:
             found = {(p.module, p.name): p for p in _compat.fsdp_parameters()}
             self._parameters = {each: found[each] for each in self._weights if each in found}

@@ -107,10 +107,10 @@ def _check_model(model: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter])
 
 
 def _stacks_of_whole_experts(module: nn.Module, state: ModuleState) -> frozenset[str]:
-    """Return the names of a module's stacked weights of experts whose codes the GEMMs gather.
+    """Return the names of a module's stacked weights of experts that GEMMs gather as codes.
 
-    ``state`` says how parameters are sharded. A stack sharded within experts is gathered as a DTensor instead, and FP8
-    GEMMs raise for it.
+    ``state`` says how parameters are sharded. A stack that tensor parallelism shards within experts is gathered as a
+    DTensor instead, and FP8 GEMMs raise for it.
     """
 
     def is_cut_by_experts(layout: TensorParallelLayout | None) -> bool:
@@ -164,8 +164,8 @@ def graph_fsdp(
     Compiled code keeps nothing that was gathered for the backward. Results have the same bits as with ``fully_shard``.
 
     Parameters become DTensors with ``Shard(0)``, placed as ``fully_shard`` places them; shards may be uneven or empty.
-    While the model's forward runs, its modules see whole parameters. Each rank keeps its rows of the values that it
-    has, so give all ranks the same values, or initialize the shards afterwards. Make optimizers afterwards.
+    While the model's forward runs, its modules see whole parameters. Each rank cuts its shard from its own values:
+    give all ranks the same values before, or initialize the shards afterwards. Make optimizers afterwards.
 
     Args:
         model: A model that is converted already, and parallelized already if it is tensor parallel. Compile it

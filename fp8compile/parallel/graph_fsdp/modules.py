@@ -136,7 +136,7 @@ def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used
 
 
 def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack:
-    """Wrap a shard of stacked weights, so that the module sees the shape of all experts' weights.
+    """Wrap a shard of experts' stacked weights in an object with the shape of the whole stack.
 
     The grouped GEMMs gather the codes.
     """

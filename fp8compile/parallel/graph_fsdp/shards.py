@@ -1,10 +1,10 @@
 """Which rows of a parameter each rank has, described by a DTensor and by the `Rows` that ops take.
 
-    mesh                   placements of the parameter                       groups of ranks
-    (shard)                Shard(0)                                          ranks with other rows
-    (replicate, shard)     Replicate(), Shard(0)                             also replicas, ranks with the same rows
-    one of these, and tp   the same, then the parameter's own placements     rows of a tensor parallel shard
+    mesh dims          placements of the parameter     who has which rows
+    shard              Shard(0)                        each rank has other rows
+    replicate, shard   Replicate(), Shard(0)           ranks along ``replicate`` have the same rows
 
+The tensor parallel mesh dims and placements of the parameter follow, if there are any; rows are rows of that shard.
 `torch.distributed.fsdp.fully_shard` places parameters in the same way, so checkpoints of the two are the same.
 """
 
@@ -52,7 +52,7 @@ class ParameterSharding:
 
     @property
     def experts(self) -> int:
-        """Number of experts that FSDP's ranks have together, for stacked weights of experts."""
+        """For stacked weights of experts: number of experts that FSDP's ranks shard among them."""
         return sum(self.rows.sizes)
 
     def tensor_parallel_groups(self) -> list[str]:
@@ -65,10 +65,7 @@ class ParameterSharding:
 
 
 def used_dtype(sharding: ParameterSharding, device_type: str) -> torch.dtype:
-    """Return the dtype a weight is used in: autocast's if autocast is on, else ``sharding.dtype``.
-
-    ``device_type`` is the type of the weight's device, such as ``"cuda"``.
-    """
+    """Return the dtype in which a weight is used: autocast's if autocast is on, else ``sharding.dtype``."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return sharding.dtype
@@ -140,7 +137,7 @@ def shard_parameter(
 
 
 def gather(parameter: DTensor, sharding: ParameterSharding) -> Tensor:
-    """Gather a parameter over FSDP's ranks, in the dtype in which it is used, as ``sharding`` tells.
+    """Gather a parameter over FSDP's ranks, in ``sharding.dtype``.
 
     Under tensor parallelism, the result is a DTensor on the tensor parallel mesh.
     """

@@ -63,7 +63,7 @@ def _known(layer: Any, slot: str) -> Tensor:
 
 
 def exchange(layers: Iterable[Any]) -> None:
-    """Give each layer the amaxes of its whole weight, with one message in each group of ranks."""
+    """Give each layer the amaxes of its weight's blocks that span several ranks, in one message a group of ranks."""
     entries = [
         (layer, slot)
         for layer in layers
