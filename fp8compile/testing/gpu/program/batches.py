@@ -1,4 +1,4 @@
-"""Runs several programs of a launch together, in Triton's interpreter on arrays with an extra dim.
+"""Runs several Triton programs of a launch together, in Triton's interpreter on arrays with an extra dim.
 
 A value of a kernel is one array for all programs of a `Batch`:
 
@@ -31,7 +31,7 @@ ELEMENTS = 1 << 17  # of the largest array of a batch: it fits into a core's cac
 
 
 class Diverged(Exception):
-    """Raised if programs of a batch differ in a number that controls execution, such as a loop's bound.
+    """Raised if Triton programs of a batch differ in a number that controls execution, such as a loop's bound.
 
     Attributes:
         values: The number of each program, (P,).
@@ -44,7 +44,7 @@ class Diverged(Exception):
 
 @dataclass
 class Batch:
-    """P programs of one kernel launch that run together; arrays have a first dim of P.
+    """P Triton programs of one kernel launch that run together; arrays have a first dim of P.
 
     Attributes:
         programs: Linear indices of the programs, (P,) int64, in the order in which they would run one by one.
@@ -104,7 +104,7 @@ def stored(array: np.ndarray) -> np.ndarray:
 
 
 def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the array and the index of its dim that is dim ``axis`` of a block; dim 0 counts programs.
+    """Return the array, whose dim 0 counts Triton programs, and which of its dims is dim ``axis`` of a block.
 
     If ``axis`` is None, each program's block is flattened first.
     """

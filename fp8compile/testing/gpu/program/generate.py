@@ -48,9 +48,9 @@ def _copy(value: Any) -> Any:
 
 
 class _Compared:
-    """A compiled graph that runs its programs and its reference at each call, and compares them.
+    """A compiled graph that runs generated code and a reference at each call, and compares them.
 
-    It has several programs if several templates for matrix products are to be compared.
+    It has several `Program` objects if several templates for matrix products are to be compared.
 
     Attributes:
         differences: Differences of the programs from the reference, in all runs.
