@@ -33,7 +33,7 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
 
 
 def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Copy floating-point arguments as leaves that require grad; arguments that the op's backward writes to stay.
+    """Copy floating-point arguments as leaves that require grad, but no argument that the op's backward writes to.
 
     Returns:
         All arguments with the copies in place, and the list of the copies.
@@ -142,7 +142,7 @@ def _by_autograd(
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
     """Differentiate a weighted sum of ``op.impl``'s results by central differences, once for each step in ``STEPS``.
 
-    ``direction`` has, for each argument that requires grad, the tensor that is added to it times the step.
+    ``direction`` has, for each argument that requires grad, the tensor that, times the step, is added to it.
     """
 
     def value(step: float) -> float:

@@ -57,7 +57,7 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Return the index of the forward input that AOTAutograd describes, itself or its gradient; None for no input."""
+    """Return which forward input, by index, an AOTAutograd descriptor is about, itself or its gradient; or None."""
     while hasattr(described, "base"):
         described = described.base
     return getattr(getattr(described, "grad_of", described), "idx", None)

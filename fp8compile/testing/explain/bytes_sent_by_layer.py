@@ -133,7 +133,7 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a layer's call code runs: in the layer's op, or in the plan's redistribution of a tensor.
+    """Where in a layer's call code runs: in its op, or where a tensor parallel plan redistributes a tensor.
 
     ``tensor`` is the redistributed tensor: "input", "output", "grad_input", "grad_output"; None for the op.
     """

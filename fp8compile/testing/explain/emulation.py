@@ -30,7 +30,7 @@ def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool
 def emulation_note(model: nn.Module) -> str:
     """Text with a line for each recipe that the model's device can only emulate; empty if there is none.
 
-    Such a line begins with "nvfp4 is emulated here in 2 layers:".
+    A line begins with a text such as "nvfp4 is emulated here in 2 layers:".
 
     Args:
         model: A converted model; layers on the meta device are skipped.

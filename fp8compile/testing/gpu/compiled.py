@@ -62,7 +62,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 def _worker() -> AbstractContextManager[Any]:
     """Context in which queries of Triton's driver for the GPU raise, as in Inductor's compile processes.
 
-    These are forked, and CUDA can't be initialized in a forked process.
+    Such a process is forked, and CUDA can't be initialized in a forked process.
     """
     import triton
 

@@ -133,7 +133,7 @@ def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
 
 
 def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | None = 1) -> list[KernelPtx]:
-    """Return what `kernel_ptx` finds in each kernel that Inductor generates for ``fn(*args)`` and its backward.
+    """Find PTX instructions of ``fn(*args)`` and backward that make codes or scales inexact, or use needless float64.
 
     Args:
         fn: A module or function in bfloat16 or float16, see `fp8compile.testing.gpu.ptx_paths`.

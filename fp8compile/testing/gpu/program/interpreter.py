@@ -123,7 +123,7 @@ class Interpreter:
 
         Raises:
             IndexError: A program accesses memory outside of the tensors.
-            RuntimeError: Two programs access one address, and at least one of them writes.
+            RuntimeError: Two programs access one address, and at least one writes; two atomics are allowed.
             NotImplementedError: The kernel does something that isn't known here.
         """
         function = self._rewrite(fn)

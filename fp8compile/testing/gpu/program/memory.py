@@ -1,4 +1,4 @@
-"""Raises if a launch accesses memory outside of its tensors, or if its Triton programs race.
+"""Raises if a kernel launch accesses memory outside of its tensors, or if its Triton programs race.
 
 A GPU runs the programs of a launch in any order, some at the same time. If one program writes to an address that
 another one reads or writes, the result depends on chance, unless both use atomic operations.
@@ -40,8 +40,8 @@ class Accessed:
 
     Attributes:
         programs: Linear indices of the P Triton programs, (P,).
-        pointers: Addresses of the elements; dim 0 counts programs, and has size 1 if all programs access the same.
-        mask: True for each element that is accessed, of the same shape.
+        pointers: Addresses of elements, (P, ...); (1, ...) if all programs access the same elements.
+        mask: True for each element that is accessed, in the shape of ``pointers``.
         place: File and line of the load, store or atomic.
         span: The first address, and the address after the last one.
     """
@@ -53,7 +53,7 @@ class Accessed:
     span: tuple[int, int]
 
     def elements(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays over accesses of an element: its byte address, and the Triton program's linear index."""
+        """Return two arrays, by accesses to an element: its byte address, and the index of the Triton program."""
         owners = self.programs if len(self.pointers) > 1 else self.programs[:1]
         counts = np.count_nonzero(self.mask.reshape(len(self.mask), -1), axis=1)
         addresses, programs = self.pointers[self.mask], np.repeat(owners, counts)
@@ -88,8 +88,8 @@ class Access:
 
         Args:
             kind: "load", "store" or "atomic".
-            pointers: Addresses of the elements; dim 0 counts programs, and has size 1 if all programs access the same.
-            mask: True for each element that is accessed, of the same shape.
+            pointers: Addresses of elements, (P, ...); (1, ...) if all P programs access the same elements.
+            mask: True for each element that is accessed, in the shape of ``pointers``.
             width: Bytes of each element.
             place: File and line of the access.
 
@@ -144,7 +144,7 @@ class Access:
     def assert_no_race(self) -> None:
         """Raise a RuntimeError if the result depends on the order of the launch's Triton programs.
 
-        All of them have to have run.
+        Call this after all of them ran.
         """
         stores, atomics, loads = (self._accessed[kind] for kind in ("store", "atomic", "load"))
         for what, kinds, first, second in (

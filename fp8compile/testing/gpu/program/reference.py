@@ -3,7 +3,7 @@
 Inductor computes in float32 and rounds a value to bfloat16 or float16 when it is stored, so values that never leave a
 kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them or
 reads their bits, as the rounding barrier does. With Inductor's ``emulate_precision_casts`` every operator rounds, in
-the program and in the reference.
+generated code and in the reference.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reference(fx.Interpreter):
         gpu: The GPU, whose requirements on matrix products are checked.
         found: Inductor's schedule of the graph.
         numbers: The random numbers of the run.
-        written: Results of the program's templates, by the buffer's name.
+        written: Results of templates in generated code, by the buffer's name.
         rounds_each: Whether each operator's result is rounded to its dtype.
 
     Attributes:
@@ -224,7 +224,7 @@ class Reference(fx.Interpreter):
         return other, *factors
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
-        """Whether operands have to be rounded: a node views their bits as another dtype, or a library computes it."""
+        """Whether a node needs rounded operands: it views their bits as another dtype, or a library computes it."""
         return node.target is aten.view.dtype or self._is_called(node)
 
     def _is_called(self, node: fx.Node) -> bool:

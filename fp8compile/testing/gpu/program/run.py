@@ -61,7 +61,7 @@ def run_gpu_program(
         configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
             one with the fewest programs, "all" for all. Each is run and compared.
         templates: Numbers of Inductor's Triton templates for matrix products, used instead of the GPU's libraries, as
-            with ``max_autotune_gemm``; "all" for each template that Inductor would time. A program is generated for
+            with ``max_autotune_gemm``; "all" for each template that Inductor would time. Code is generated for
             each number. The results are compared within a bound, because a template adds in its own order.
         contract: Whether a float32 multiplication followed by an addition is one fused multiply-add, as ptxas may
             choose.

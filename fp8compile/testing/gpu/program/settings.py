@@ -31,7 +31,7 @@ class Way:
 
     Attributes:
         order: Order in which the Triton programs of a launch run.
-        configuration: Number of the configuration that each kernel uses; None for the one with the fewest programs.
+        configuration: Number of the configuration that each kernel uses; None: with the fewest Triton programs.
     """
 
     order: str
