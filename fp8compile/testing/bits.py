@@ -1,4 +1,4 @@
-"""Comparisons of tensors with results as text: bitwise, or with a tolerance for reordered sums."""
+"""Describes how two tensors differ: bitwise, or beyond a tolerance for reordered sums."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def difference(actual: Tensor, expected: Tensor) -> str | None:
 
 
 def sum_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """Describe how tensors differ by more than 8 roundings of the largest element; else None.
+    """Describe how tensors differ; None if by at most 8 roundings of the largest element.
 
     This tolerates reordered sums: a backend chooses a GEMM's order of additions by its sizes, and Inductor chooses the
     order of a plain sum.

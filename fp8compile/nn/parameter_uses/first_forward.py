@@ -60,7 +60,7 @@ RUNNING = _Running()
 
 @contextmanager
 def untold() -> Iterator[None]:
-    """Context without warnings, in which a forward does not count as the first forward after `convert`.
+    """Context in which no use of a parameter raises or warns, and no forward counts as the first after `convert`.
 
     The caller reports the uses of parameters itself.
     """
@@ -73,7 +73,7 @@ def untold() -> Iterator[None]:
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watching]:
-    """Context that records how code inside it uses a model's parameters, without warnings."""
+    """Context that yields a record of how code inside it uses a model's parameters, and warns of nothing itself."""
     with untold():
         watching = RUNNING.begin(model, None)
         try:

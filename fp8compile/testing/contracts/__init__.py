@@ -1,4 +1,4 @@
-"""Checks for authors of operators and quantizers: the contracts that these have to fulfill."""
+"""Contracts: checks that authors of an operator or quantizer run on it."""
 
 from fp8compile.testing.contracts.op_contracts import check_op
 from fp8compile.testing.contracts.quantizer_contracts import check_quantizer

@@ -54,20 +54,20 @@ def shown(value: Any) -> str:
 
 
 def looking_at(value: Input) -> Input:
-    """Record an input's shapes and dtypes for the report of a later failure, and return it."""
+    """Return ``value``, and record its shapes and dtypes for the report if a later check fails."""
     _INPUT.set(shown(value))
     return value
 
 
 def looked_at(inputs: Iterable[Input]) -> Iterator[Input]:
-    """Yield each input after recording its shapes and dtypes for the report of a failure."""
+    """Yield each input, and record its shapes and dtypes for the report if a check of it fails."""
     for each in inputs:
         yield looking_at(each)
     _INPUT.set(None)
 
 
 def compiled_afresh(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Drop all compiled graphs, and compile ``fn`` with ``fullgraph=True`` and these further options."""
+    """Drop all compiled graphs, and compile ``fn`` with ``fullgraph=True`` and ``options``."""
     torch._dynamo.reset()
     return torch.compile(fn, fullgraph=True, **options)
 

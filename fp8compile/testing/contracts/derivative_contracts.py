@@ -33,7 +33,7 @@ def _is_leaf(op: Op, place: int, arg: Any) -> bool:
 
 
 def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """Copy an op's floating-point arguments as leaves that require grad, except those that its backward writes to.
+    """Copy floating-point arguments as leaves that require grad, but no argument that the op's backward writes to.
 
     Returns:
         All arguments with the copies in place, and the list of the copies.
@@ -48,7 +48,7 @@ def differentiable(op: Op, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list
 
 
 def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-    """Gradients of ``leaves``, followed by the arguments that the op's backward has written to.
+    """Run an op and its backward; return gradients of ``leaves``, then copies of arguments that the backward changed.
 
     ``call(*args)`` computes the op, eager or compiled; ``leaves`` are the arguments that require grad.
     """
@@ -140,9 +140,9 @@ def _by_autograd(
 
 
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
-    """Return finite-difference slopes of a weighted sum of ``op.impl``'s results along ``direction``, by step size.
+    """Differentiate a weighted sum of ``op.impl``'s results by central differences, once for each step in ``STEPS``.
 
-    ``direction`` has a tensor for each argument that requires grad; step sizes are ``STEPS``.
+    ``direction`` has, for each argument that requires grad, the tensor that, times the step, is added to it.
     """
 
     def value(step: float) -> float:

@@ -232,7 +232,7 @@ def _package(module: str) -> str:
 def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
     """After an edit to the op's source, the compile cache has another key.
 
-    The key has the text with which quantizers appear in a graph, and that text has a hash of the source.
+    The key is made from the graph, in which a quantizer or recipe is a text with a hash of source code.
     """
     if op.decompose is None and op.backward is None:
         return  # compiled code contains only a call of the op, and none of its code

@@ -39,7 +39,7 @@ def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
 
 
 def _are_arguments(args: Sequence[Any], defaults: Sequence[Any]) -> bool:
-    """Whether a function with these parameters' ``defaults`` can be called with ``args``."""
+    """Whether ``args`` are neither too few nor too many for a function whose parameters have these ``defaults``."""
     return len(args) <= len(defaults) and inspect.Parameter.empty not in defaults[len(args) :]
 
 
@@ -70,9 +70,9 @@ def _with_dtypes(args: tuple[Any, ...], dtypes: tuple[torch.dtype, ...]) -> tupl
 
 
 def filled(op: Op, samples: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Yield a sample with elements for each combination of dtypes that only samples without elements have.
+    """Yield arguments without empty tensors, for each combination of dtypes that only samples with empty tensors have.
 
-    It is another sample of ``samples``, with its tensors cast to these dtypes.
+    They are another sample, cast to these dtypes. If ``op.impl`` takes no such sample, nothing is yielded.
     """
     full = [args for args in samples if _has_elements(args)]
     seen = set(map(_dtypes, full))

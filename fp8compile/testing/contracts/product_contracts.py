@@ -58,7 +58,7 @@ def _exact(x: Tensor, q: Quantizer) -> Tensor:
 
 
 def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
-    """Raise unless ``found`` is the product of ``a`` (m, k) and ``b`` (k, n), up to roundings in float32.
+    """Raise a BrokenContract unless ``found`` is ``a`` (m, k) times ``b`` (k, n), up to roundings in float32.
 
     Each element may be off by k + 4 roundings of the sum of its terms' magnitudes. ``what`` names the GEMM.
     """
@@ -130,7 +130,7 @@ def _gemms(q: Quantizer) -> Iterator[str]:
 
 
 def _check_four_bit_product(q: Quantizer) -> None:
-    """Raise unless the CPU's version of a four-bit GEMM equals the product of dequantized values."""
+    """Raise a BrokenContract unless nvfp4_mm on the CPU equals the product of dequantized values."""
     quantized = quantize(looking_at(_random(48, 48, 0, torch.device("cpu"))), q)
     codes, scale, outer = quantized.codes, quantized.scale, quantized.outer_scale
     a = Quantized(codes=codes, scale=scale, quantizer=q, outer_scale=outer)

@@ -51,9 +51,9 @@ def _random(shape: Sequence[int], dtype: torch.dtype, device: Device) -> Tensor:
 
 
 def _taken(q: Quantizer, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return ``shape``, rounded up to multiples of 2 or 16 if the quantizer needs it.
+    """Return ``shape``, with sizes rounded up to multiples of 2 or 16 if the quantizer needs that.
 
-    None if it refuses all of them.
+    None if it takes none of these shapes, and raises a ValueError for one of them.
     """
     refused = False
     for unit in (1, 2, 16):

@@ -1,4 +1,4 @@
-"""Runs an op on shards in one process, by its sharding rule, and compares with the whole result."""
+"""Runs an op on shards, cut by its sharding rule, in one process; compares with a run on whole arguments."""
 
 from __future__ import annotations
 

@@ -57,10 +57,7 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Return the index of the forward input that an AOTAutograd descriptor refers to, directly or as gradient.
-
-    Else None.
-    """
+    """Return which forward input, by index, an AOTAutograd descriptor is about, itself or its gradient; or None."""
     while hasattr(described, "base"):
         described = described.base
     return getattr(getattr(described, "grad_of", described), "idx", None)
@@ -151,7 +148,7 @@ class Owners:
         return frozenset().union(*(self.forms[value].weights for value in values))
 
     def _own_call(self, value: Value) -> str | None:
-        """Return the layer whose call contains a GEMM with exactly one operand computed from its weight; else None."""
+        """Return the layer in whose call a GEMM was traced, if just one operand comes from its weight; else None."""
         of_layer = [
             {layer for weight in self.forms[operand].weights for layer in weight} for operand in self.operands(value)
         ]
@@ -159,7 +156,7 @@ class Owners:
         return called if sum(called in layers for layers in of_layer) == 1 else None
 
     def _of_forward(self, value: Value) -> list[Value]:
-        """Return the forward values with the autograd sequence number of a backward value: GEMMs, or else all."""
+        """Return forward values with a backward value's autograd sequence number; if any are GEMMs, only GEMMs."""
         number: Any = value.node.meta.get("seq_nr")
         candidates = self.by_sequence.get(number, [])
         return [each for each in candidates if each.op in (*PRODUCTS, *LAYER_OPS)] or candidates
@@ -178,7 +175,7 @@ class Owners:
         return bool(forward) and not any(self.forms[each].is_data for each in forward)
 
     def _gradient_of(self, value: Value) -> set[tuple[str, ...]]:
-        """Return the weights whose gradient is ``value``, also as part of a sum or a concatenation.
+        """Return the weights whose gradient is ``value``, a slice of it, or a sum in which it is a term.
 
         Each weight is a tuple with the names of the layers that share it.
         """
@@ -199,7 +196,7 @@ class Owners:
         return len(user.inputs) == 1 and user.op.startswith("aten::") and not is_reduction
 
     def source(self, value: Value) -> Value:
-        """Follow casts, views and saved copies back from ``value`` to the first value."""
+        """Undo casts, views and saved copies: return the value from which they made ``value``."""
         while value.op in SAME_VALUES and value.inputs:
             value = value.inputs[0]
         return value

@@ -5,7 +5,7 @@
 
 The model runs once, forward and backward, and each message is recorded when it is sent. Placements decide what is
 sent, so a fake process group without other ranks gives the same list. `fp8compile.ops.layer.multiply_over_ranks` tells
-which operand a GEMM gathers. Compiled code may send one message for several layers; the list has it for each.
+which operand a GEMM gathers. Compiled code may send one message for several layers; this list has one for each layer.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a layer's call code runs: in the layer's op, or in the plan's redistribution of a tensor.
+    """Where in a layer's call code runs: in its op, or where a tensor parallel plan redistributes a tensor.
 
     ``tensor`` is the redistributed tensor: "input", "output", "grad_input", "grad_output"; None for the op.
     """
@@ -232,9 +232,9 @@ def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
 
 
 def _accumulate_gradients(value: Any) -> None:
-    """Run a backward, from the tensors in ``value``, with gradients accumulated in parameters.
+    """Run a backward from the tensors in ``value`` that accumulates parameters' gradients.
 
-    FSDP2 only reduces gradients that are accumulated.
+    FSDP2 reduces no gradients that `torch.autograd.grad` returns.
     """
     outputs = [output for output in tensors_in(value) if output.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])

@@ -19,9 +19,9 @@ __all__ = ["emulation_note"]
 
 
 def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool:
-    """Whether a device emulates a GEMM of a recipe; ``grouped`` asks for those of experts.
+    """Whether a device emulates a GEMM of a recipe; ``grouped`` is whether the GEMMs are those of experts.
 
-    A CPU multiplies groups of rows one by one, so the GEMM of one group decides.
+    If the device multiplies the experts' groups one by one, the GEMM of one group decides.
     """
     kinds = {gemm.kind for gemm in recipe_support(recipe, device, grouped=grouped)}
     return EMULATED.name in kinds or (ONE_BY_ONE.name in kinds and _is_emulated(recipe, device, grouped=False))
@@ -30,7 +30,7 @@ def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool
 def emulation_note(model: nn.Module) -> str:
     """Text with a line for each recipe that the model's device can only emulate; empty if there is none.
 
-    Such a line begins with "nvfp4 is emulated here in 2 layers:".
+    A line begins with a text such as "nvfp4 is emulated here in 2 layers:".
 
     Args:
         model: A converted model; layers on the meta device are skipped.

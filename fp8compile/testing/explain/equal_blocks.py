@@ -45,7 +45,7 @@ class EqualBlocks:
     count: int
 
     def in_all(self, two: int, three: int) -> int:
-        """Extrapolate a number to the whole model, from its values with ``two`` blocks and with ``three``."""
+        """Extrapolate a number linearly to all blocks; with 2 blocks it is ``two``, with 3 blocks ``three``."""
         return two + (self.count - 2) * (three - two)
 
     def place(self, layer: str) -> tuple[int, str] | None:
@@ -83,7 +83,7 @@ def _block_key(block: nn.Module) -> Key:
 
 
 def longest_list(model: nn.Module) -> EqualBlocks | None:
-    """The module list with the most children, all with equal `_block_key`; None if none has ten or more."""
+    """The longest module list of ten or more children with equal modules, recipes, modes and shapes; else None."""
     found = []
     for name, module in model.named_modules():
         blocks = list(module._modules.values()) if isinstance(module, (nn.ModuleList, nn.Sequential)) else []

@@ -90,7 +90,7 @@ def _codes_of(quantizer: Quantizer) -> str:
 
 
 def multiplied(recipe: Recipe, gemm: Gemm) -> tuple[Quantizer, Quantizer]:
-    """Quantizers in this recipe of a GEMM's left operand (m, k) and of its right operand (k, n)."""
+    """The quantizers that a recipe has for a GEMM's left operand (m, k) and its right operand (k, n)."""
     a, b = cast("tuple[Quantizer, Quantizer]", recipe.quantizers(gemm))  # callers know that it has them
     return a.transposed() if gemm.a_transposed else a, b.transposed() if gemm.b_transposed else b
 
@@ -101,7 +101,7 @@ def describe(recipe: Recipe, gemm: Gemm) -> str | None:
 
 
 def code_sizes(a: Quantizer, b: Quantizer, config: GemmConfig) -> dict[str, Any]:
-    """Values of `GraphGemm`'s ``code_bits``, ``sum_to`` and ``by_mx`` for a GEMM (m, k) by (k, n).
+    """Compute, for a GEMM of codes (m, k) by (k, n), the fields ``code_bits``, ``sum_to``, ``by_mx`` of `GraphGemm`.
 
     ``a`` and ``b`` quantize the operands; ``config`` has the GEMM's options.
     """

@@ -79,7 +79,7 @@ class MeshExplanation:
         expected_fp8: Number of FP8 GEMMs that the recipes of converted layers ask for, if each layer is called once.
         astray: Converted layers whose FP8 GEMMs are not all in the graphs, a line each.
         messages: The messages between ranks.
-        kept_bytes: Bytes that the forward saves for the backward, except the forward's own arguments.
+        kept_bytes: Bytes that the forward saves for the backward, except the forward's arguments and results.
         parameter_bytes: Bytes of this rank's shard of the parameters.
         product_seconds: Least time of the GEMMs, one after another.
         message_seconds: Least time of the messages, one after another, without overlap.

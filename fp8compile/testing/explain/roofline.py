@@ -170,7 +170,7 @@ def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
 
 
 def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
-    """Least time of the same GEMM in bfloat16, divided by the number of layers that share it."""
+    """Least time of a GEMM if it ran in bfloat16, divided by the number of layers that share it."""
     return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks) / gemm.shared_by
 
 

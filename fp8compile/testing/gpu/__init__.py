@@ -1,4 +1,4 @@
-"""Inspects a GPU's code without a GPU: kernels, their PTX, the bytes they move, runs on the CPU."""
+"""Inspects a GPU's code without a GPU: kernels, their PTX, the bytes they move; runs the code on the CPU."""
 
 from fp8compile.testing.gpu.kernels import GpuCode, Launch, gpu_kernels
 from fp8compile.testing.gpu.program import EagerRun, eager_run, run_gpu_program

@@ -32,7 +32,7 @@ class CompiledKernel:
         config: Block sizes of the configuration.
         num_warps: Number of warps, of 32 threads each.
         arguments: Maps names of the PTX's parameters, in order, to Triton's types, such as "*bf16" or "i32".
-        shared_bytes: Bytes of shared memory that each program uses.
+        shared_bytes: Bytes of shared memory that each Triton program uses.
         ptx: Text of the PTX; for an AMD GPU, text of the assembly.
     """
 
@@ -62,7 +62,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 def _worker() -> AbstractContextManager[Any]:
     """Context in which queries of Triton's driver for the GPU raise, as in Inductor's compile processes.
 
-    These are forked, and CUDA can't be initialized in a forked process.
+    Such a process is forked, and CUDA can't be initialized in a forked process.
     """
     import triton
 
@@ -147,8 +147,8 @@ def unpipelined(tuner: Any, config: Any) -> bool:
 def halved(tuner: Any, config: Any) -> bool:
     """Halve a reduction's block in place, as Inductor does on the GPU for a kernel with many registers.
 
-    Inductor halves the block if the GPU's registers can't hold all programs at a time. Then Inductor times both sizes,
-    but drops a size that alone spills registers. This function assumes that a thread needs all 255 registers.
+    Inductor halves the block if the GPU's registers can't hold all Triton programs at a time. Then Inductor times both
+    sizes, but drops a size that alone spills registers. This function assumes that a thread needs all 255 registers.
 
     Source: ``CachingAutotuner._iter_rblock_scale_candidates`` in PyTorch 2.13.
 

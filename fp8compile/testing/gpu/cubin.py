@@ -28,7 +28,7 @@ class KernelResources:
         num_warps: Number of warps, of 32 threads each.
         registers: Number of registers that each thread uses.
         spilled_bytes: Bytes that each thread stores and loads because registers do not suffice.
-        shared_bytes: Bytes of shared memory that each program uses.
+        shared_bytes: Bytes of shared memory that each Triton program uses.
     """
 
     name: str
@@ -92,7 +92,7 @@ def jit_resources(
 ) -> KernelResources:
     """Registers, spills and shared memory of a ``triton.jit`` function, compiled but not launched.
 
-    The arguments are those of `compiled_jit`.
+    ``kinds`` has Triton's types of arguments, such as "*bf16"; ``constants`` has values of ``tl.constexpr`` arguments.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

@@ -179,7 +179,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> 
 
 
 def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
-    """Yield the outputs that a forward saves for its backward, one per storage, except its own arguments."""
+    """Yield what a forward saves for its backward, one node per storage, except arguments and results."""
     nodes = forward.graph.graph.find_nodes(op="placeholder")
     seen = {node.meta["val"].untyped_storage()._cdata for node in nodes if isinstance(node.meta["val"], Tensor)}
     (outputs,) = forward.graph.graph.find_nodes(op="output")[0].args
@@ -192,7 +192,7 @@ def kept_nodes(forward: GpuGraph) -> Iterator[fx.Node]:
 
 
 def kept_bytes(forward: GpuGraph) -> int:
-    """Bytes of the storages that a forward saves for its backward, except those of its own arguments."""
+    """Bytes of the storages that a forward saves for its backward, except those of its arguments and results."""
     return sum(node.meta["val"].untyped_storage().nbytes() for node in kept_nodes(forward))
 
 

@@ -1,4 +1,4 @@
-"""The pytest fixture ``gpu_program``: runs a GPU's program on the CPU, and fails on differences."""
+"""The pytest fixture ``gpu_program``: runs a GPU's generated code on the CPU, and fails on differences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["program_runner"]
 
 
 def program_runner(item: pytest.Item, arch: str, options: Mapping[str, Any]) -> Callable[..., GpuRun]:
-    """Make the fixture's value: a function that runs a GPU's program, and fails the test on a difference.
+    """Make the fixture's value: a function that runs generated code, and fails the test on a difference.
 
     Args:
         item: The test; the GPU and the numbers of launches and differences are added to its report.

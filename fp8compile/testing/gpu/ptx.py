@@ -42,7 +42,7 @@ class Instruction:
         outputs: The registers that the instruction writes.
         operands: The other operands as printed.
         inputs: The registers among the operands, including those in addresses.
-        source: The line of the Triton program that it comes from, such as "triton_red__0.py:37:16"; may be empty.
+        source: The line of Triton source that it comes from, such as "triton_red__0.py:37:16"; may be empty.
     """
 
     line: int

@@ -13,7 +13,7 @@ apart, and the walk goes through the model's functions too.
 The walk may find too much, but never too little: a register counts as having every value that is written to it, and
 the conditions of branches are followed too. Triton uses shared memory as scratch: an operator (a reduction, a change
 of layout, a prefetch) stores there and loads again, and both instructions are marked with the operator's line in the
-Triton program. So a load is assumed to read the stores of its line; if there are none, all shared stores.
+Triton source. So a load is assumed to read the stores of its line; if there are none, all shared stores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks PTX of generated kernels: exact codes and scales, no unintended float64, wide stores."""
+"""Finds instructions in kernels' PTX that make codes or scales inexact, or use float64 without need."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONVERSION = re.compile(r"^cvt\..*\.e[45]m[32]x2\.f32")
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An instruction that fails a check.
+    """An instruction that makes codes or scales inexact, or uses float64 without need.
 
     Attributes:
         kernel: Name and configuration of the kernel.
@@ -61,11 +61,11 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPtx:
-    """The result of all checks of one compiled kernel.
+    """What `kernel_ptx` found in the PTX of one compiled kernel.
 
     Attributes:
         kernel: The kernel in one configuration.
-        findings: Instructions that fail a check.
+        findings: Instructions that make codes or scales inexact, or use float64 without need.
         code_stores: Maps each parameter through which codes are written to the number of bytes that a thread stores by
             one instruction; the smallest number if stores differ.
     """
@@ -105,12 +105,15 @@ def _complaints(
 
 
 def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
-    """Check the PTX of one kernel in one configuration.
+    """Find and return instructions in a kernel's PTX that make codes or scales inexact, or use float64 without need.
 
     Args:
         kernel: A kernel as `compiled_kernels` or `compiled_jit` returns it.
         written: Positions of the arguments through which the kernel writes codes, scales, or the values from which
             both are computed. Positions of arguments that are no pointers are ignored.
+
+    Raises:
+        NotImplementedError: The kernel has an unsupported instruction.
     """
     ptx, arguments = Ptx(kernel.ptx), list(kernel.arguments.items())
     pointers = [number for number in sorted(written) if arguments[number][1].startswith("*")]
@@ -130,7 +133,7 @@ def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:
 
 
 def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | None = 1) -> list[KernelPtx]:
-    """Check the PTX of all kernels that Inductor generates for ``fn(*args)`` and its backward on a GPU.
+    """Find PTX instructions of ``fn(*args)`` and backward that make codes or scales inexact, or use needless float64.
 
     Args:
         fn: A module or function in bfloat16 or float16, see `fp8compile.testing.gpu.ptx_paths`.

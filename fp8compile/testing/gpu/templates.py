@@ -1,4 +1,4 @@
-"""Chooses Inductor's templates for GEMMs by number: autotuning without a GPU to time them on."""
+"""Chooses Inductor's template for each GEMM by its number, because no GPU is there to time templates on."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _made_with(counts: Counts) -> str:
 
 
 def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
-    """Compare the counts of a test with its baseline, or store a new baseline.
+    """Fail a test if its counts are worse than its baseline; store a baseline if there is none.
 
     Args:
         item: The test; a note is added to its properties.

@@ -1,4 +1,4 @@
-"""The pytest plugin: counts what guarded tests compile, and checks limits and a baseline."""
+"""The pytest plugin: counts what guarded tests compile, and fails tests beyond their limits or baseline."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Limits:
 
 
 def _limits(item: pytest.Item) -> _Limits | None:
-    """Arguments of a test's ``fullgraph`` marker, None without a marker; wrong arguments fail it."""
+    """Arguments of a test's ``fullgraph`` marker; None without a marker. Wrong arguments fail the test."""
     marker = item.get_closest_marker("fullgraph")
     if marker is None:
         return None
@@ -137,7 +137,7 @@ def _check_limits(log: CompilerLog, limits: _Limits, counts: Counts, bypasses: S
 
 @contextmanager
 def guarded(item: pytest.Item) -> Iterator[None]:
-    """Context in which a test runs: counts what it compiles, then checks limits and the baseline.
+    """Context that counts what a test compiles; at exit fails the test beyond its limits or its baseline.
 
     If the test itself fails, its counts are not compared.
     """

@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 
 class Wrapper(Protocol):
-    """Protocol of an object with the Python file that Inductor generated for a graph, as a `Schedule`."""
+    """Protocol of an object, such as a `Schedule`, with the Python file that Inductor generated for a graph."""
 
     @property
     def source(self) -> str:
@@ -96,7 +96,7 @@ class _Ledger:
         return self._alive[storage._cdata][1]
 
     def give(self, owner: str, tensors: Iterable[Any]) -> None:
-        """Set the category ``owner``, a field of `Moment`, of those of the tensors' storages that have none."""
+        """Set the owner of each tensor's storage, unless it has one; ``owner`` names a field of `Moment`."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._owners.setdefault(self.number(tensor), owner)

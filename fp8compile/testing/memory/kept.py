@@ -95,9 +95,9 @@ def _launches_by_input(scheduled: Schedule) -> list[list[ScheduledLaunch]]:
 
 
 def _packed(node: fx.Node, place: fx.Node, saved: SavedTensor | None) -> tuple[tuple[int, int] | None, int | None]:
-    """Return the block and the bytes of a saved tensor's codes by ``SavedAsCodes()``.
+    """Return the block (rows, columns) that shares a scale, and the bytes, of a tensor saved by ``SavedAsCodes()``.
 
-    (None, None) if it can't be saved so.
+    (None, None) if the tensor can't be saved as codes.
     """
     value = node.meta["val"]
     packing = None if saved is None else Packing.of(value, CODES.quantizer_for(block_beside(node, place)))

@@ -47,7 +47,7 @@ NAMES = {
 class MemoryReport:
     """What one training step holds in memory; ``str`` gives tables.
 
-    Sizes are those that the program asks for. An allocator rounds them up and has gaps between them, and libraries
+    Sizes are those that the step asks for. An allocator rounds them up and has gaps between them, and libraries
     allocate workspaces of their own, which are not counted.
 
     Attributes:
@@ -61,7 +61,7 @@ class MemoryReport:
         backward: The moment of the backward that holds the most bytes, with the gradients that this backward has made
             until then, without the optimizer.
         weight_codes: Codes of weights that live from micro-batch to micro-batch, by a recipe's ``cache_weights``. The
-            moments are those of a micro-batch that finds them.
+            moments are those of a micro-batch for which these codes exist already.
         counted: Equal blocks whose numbers follow from code for fewer blocks, such as "model.layers.{1..30}"; empty
             if code was generated for the whole model.
     """

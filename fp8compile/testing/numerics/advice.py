@@ -23,7 +23,7 @@ PRODUCTS = tuple(gemm.name for gemm in GEMMS)
 
 
 def least_of(errors: Errors) -> float:
-    """Return the smallest ratio in dB among a layer's GEMMs, without those not measured (None).
+    """Return the smallest ratio in dB among a layer's GEMMs that were measured (not None).
 
     The result is ``inf`` if no GEMM was measured, and ``nan`` if a ratio is NaN.
     """

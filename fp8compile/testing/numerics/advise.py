@@ -95,7 +95,7 @@ def _worst(errors: Sequence[Errors]) -> Errors:
 
 
 def _refusals(layer: nn.Module, recipes: Mapping[str, Recipe], gpu: Gpu) -> tuple[dict[str, str], dict[str, str]]:
-    """Return why a layer can't be converted to recipes, and why a GPU can't run others natively: two dicts by name."""
+    """Return two dicts by recipe: why the layer can't take it; or else why the GPU can't run it natively."""
     owner, name = weight_slots(layer)[0]
     dtype = getattr(owner, name).dtype
     by_layer: dict[str, str] = {}

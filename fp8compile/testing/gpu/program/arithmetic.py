@@ -127,7 +127,7 @@ def truncated(exact: np.ndarray) -> np.ndarray:
 
 
 def full_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Divide float32 by a truncated reciprocal, as ``div.full.f32`` may; float64 divides exactly."""
+    """Divide float32 arrays by way of a truncated reciprocal, as ``div.full.f32`` may; divide float64 plainly."""
     return a * truncated(1 / b.astype(np.float64)) if a.dtype == np.float32 else a / b
 
 
@@ -137,7 +137,7 @@ def approximate_exp2(x: np.ndarray) -> np.ndarray:
 
 
 def approximate_exp(x: np.ndarray) -> np.ndarray:
-    """``exp`` as Triton computes it: ``ex2.approx`` of the rounded product with log2(e)."""
+    """``exp`` as Triton computes it: ``ex2.approx`` of ``x`` times log2(e), rounded."""
     return approximate_exp2(x * np.float32(1.4426950408889634)) if x.dtype == np.float32 else np.exp(x)
 
 

@@ -1,4 +1,4 @@
-"""Runs several programs of a launch together, in Triton's interpreter on arrays with an extra dim.
+"""Runs several Triton programs of a launch together, in Triton's interpreter on arrays with an extra dim.
 
 A value of a kernel is one array for all programs of a `Batch`:
 
@@ -31,7 +31,7 @@ ELEMENTS = 1 << 17  # of the largest array of a batch: it fits into a core's cac
 
 
 class Diverged(Exception):
-    """Raised if programs of a batch differ in a number that controls execution, such as a loop's bound.
+    """Raised if Triton programs of a batch differ in a number that controls execution, such as a loop's bound.
 
     Attributes:
         values: The number of each program, (P,).
@@ -44,7 +44,7 @@ class Diverged(Exception):
 
 @dataclass
 class Batch:
-    """P programs of one kernel launch that run together; arrays have a first dim of P.
+    """P Triton programs of one kernel launch that run together; arrays have a first dim of P.
 
     Attributes:
         programs: Linear indices of the programs, (P,) int64, in the order in which they would run one by one.
@@ -59,16 +59,16 @@ class Batch:
 
     @classmethod
     def of(cls, programs: Sequence[int], grid: Sequence[int]) -> Batch:
-        """Create the batch of these programs of a grid with three dims."""
+        """Create a batch from linear indices of Triton programs in a three-dim grid."""
         numbers = np.array(programs, np.int64)
         return cls(numbers, tuple(each.astype(np.int32) for each in np.unravel_index(numbers, tuple(grid))))
 
     def of_each(self, array: np.ndarray) -> np.ndarray:
-        """Expand an array (1, *s) that all P programs share to (P, *s); (P, *s) is returned unchanged."""
+        """Expand an array (1, *s) that all P Triton programs share to (P, *s); (P, *s) is returned unchanged."""
         return np.broadcast_to(array, (len(self.programs), *array.shape[1:]))
 
     def same(self, values: np.ndarray) -> Any:
-        """The value that all programs share; raises `Diverged` if they differ.
+        """The value that all Triton programs share; raises `Diverged` if they differ.
 
         ``values`` has an entry for each program, (P,), or one for all of them, (1,).
         """
@@ -94,7 +94,7 @@ class Batch:
 
 
 def arrays(*handles: Handle) -> list[np.ndarray]:
-    """NumPy arrays of handles with equal block shapes, broadcast along dim 0, which counts programs."""
+    """The handles' arrays, broadcast to one number of Triton programs (dim 0); their block shapes have to be equal."""
     return list(np.broadcast_arrays(*(each.data for each in handles)))
 
 
@@ -104,7 +104,7 @@ def stored(array: np.ndarray) -> np.ndarray:
 
 
 def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the array and the index of its dim that is dim ``axis`` of a block; dim 0 counts programs.
+    """Return the array, whose dim 0 counts Triton programs, and which of its dims is dim ``axis`` of a block.
 
     If ``axis`` is None, each program's block is flattened first.
     """
@@ -114,7 +114,7 @@ def along(axis: int | None, array: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def counting(running: Callable[[], Batch]) -> Callable[..., Any]:
-    """Make the function that replaces ``range`` in kernels; its bounds may differ between programs.
+    """Make the function that replaces ``range`` in kernels; bounds may differ between Triton programs.
 
     ``running`` returns the batch that runs. A call raises `Diverged` if programs have different numbers of iterations.
     The loop's variable is a tensor, as in a compiled kernel.

@@ -43,10 +43,10 @@ class Bounded:
     """Values of an operator in a Triton template's kernel; tuples if the operator has several results.
 
     Attributes:
-        exact: The value in float64, if the template's result is exact.
-        low: The value in float64, if the template's result is the lowest that is allowed.
-        high: The value in float64, if the template's result is the highest that is allowed.
-        single: The value if the template's result is exact, and operators fused after it compute in float32.
+        exact: Computed in float64 from the template's exact result.
+        low: Computed in float64 from the lowest result that the template may have.
+        high: Computed in float64 from the highest result that the template may have.
+        single: Computed in float32 from the template's exact result.
     """
 
     exact: Any
@@ -55,7 +55,7 @@ class Bounded:
     single: Any
 
     def at(self, place: Sequence[int]) -> Bounded:
-        """The values at the nested index ``place`` if the operator has several results."""
+        """Select one of the operator's results by the nested index ``place``."""
         found = self
         for index in place:
             found = Bounded(*(getattr(found, side)[index] for side in SIDES))
@@ -162,7 +162,7 @@ def outside(where: str, got: Tensor, wanted: Bounded) -> Iterator[Difference]:
 
     Args:
         where: Description of the result.
-        got: The program's result.
+        got: The template's result.
         wanted: The exact result, and the lowest and highest allowed results.
     """
     sides = (getattr(wanted, side).reshape(got.shape) for side in SIDES)

@@ -1,4 +1,4 @@
-"""Checks a GPU's requirements on operands of matrix products, and reads scales from tiled layouts."""
+"""Raises if a GPU's GEMM would refuse its operands; reads scales from tiled layouts."""
 
 from __future__ import annotations
 

@@ -48,12 +48,12 @@ def _copy(value: Any) -> Any:
 
 
 class _Compared:
-    """A compiled graph that runs its programs and its reference at each call, and compares them.
+    """A compiled graph that runs generated code and a reference at each call, and compares them.
 
-    It has several programs if several templates for matrix products are to be compared.
+    It has several `Program` objects if several templates for matrix products are to be compared.
 
     Attributes:
-        differences: Differences of the programs from the reference, in all runs.
+        differences: Differences of generated code from the reference, in all runs.
         nans: The search for the origin of a NaN, in all runs.
     """
 
@@ -120,9 +120,9 @@ class _Compared:
     def _reference(
         self, program: Program, given: Sequence[Any], drawing: Tensor
     ) -> tuple[Reference, list[Any], list[Any]]:
-        """Run a program's reference on copies of its arguments.
+        """Run the reference of generated code on copies of its arguments.
 
-        ``drawing`` is the state of the random generator from which the program draws.
+        ``drawing`` is the state of the random generator from which the generated code draws.
 
         Returns:
             The reference, its results, and the copies, which the run may have changed in place.

@@ -43,7 +43,7 @@ def _spans(offs: Tensor, total: int, name: str) -> Iterator[tuple[int, int, int]
 
 
 def _check_strides(x: Tensor, name: str) -> None:
-    """Check that one of an operand's last two strides is 1, and that rows begin at multiples of 16 bytes."""
+    """Raise a ValueError unless one of the last two strides is 1, and rows begin at multiples of 16 bytes."""
     one, other = (x.stride(-1), x.stride(-2)) if x.stride(-1) == 1 else (x.stride(-2), x.stride(-1))
     demand(one == 1, name, f"matrices with rows or columns side by side, not strides {x.stride()}.")
     aligned = other * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
@@ -71,7 +71,7 @@ def _multiplied(gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype
 def grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute `torch._grouped_mm` after checking a GPU's requirements on the operands.
+    """Compute `torch._grouped_mm`, or raise a ValueError if a GPU would refuse the operands.
 
     ``offs`` has the end of each group. If ``b`` has three dims, each group's rows of ``a`` are multiplied by the
     group's matrix. If ``b`` has two dims, each group's columns of ``a`` are multiplied by the group's rows of ``b``.
@@ -151,9 +151,9 @@ def scaled_grouped_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute `torch._scaled_grouped_mm`, a sum over dim -2 of ``b``, and check a GPU's requirements.
+    """Compute `torch._scaled_grouped_mm`, or raise a ValueError if a GPU would refuse the operands.
 
-    The arguments after ``gpu`` are those of the operator.
+    The sum is over dim -2 of ``b``. The arguments after ``gpu`` are those of the operator.
     """
     name = f"_scaled_grouped_mm {tuple(a.shape)} x {tuple(b.shape)}, strides {a.stride()} and {b.stride()}"
     demand(bias is None and scale_result is None and a.ndim == 2, name, "two operands without a bias here.")
@@ -180,7 +180,7 @@ def scaled_grouped_mm(
 def grouped_blockwise_mm(
     gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
 ) -> Tensor:
-    """Compute `fp8compile::grouped_blockwise_mm` by its CPU kernel, after checking a GPU's requirements.
+    """Compute `fp8compile::grouped_blockwise_mm` by its CPU kernel; raise a ValueError if a GPU would refuse.
 
     ``rest`` has the operator's other arguments. With block scales, the kernel adds in float32, in its own order. Other
     GEMMs in this file are summed in float64.
@@ -215,7 +215,7 @@ def grouped_nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor, offs: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute `fp8compile::grouped_nvfp4_mm` as on a GPU, and check the GPU's requirements.
+    """Compute `fp8compile::grouped_nvfp4_mm`, or raise a ValueError if a GPU would refuse the operands.
 
     On a GPU the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. The result of a group without columns
     to sum over, which the GPU leaves unwritten, is NaN here.

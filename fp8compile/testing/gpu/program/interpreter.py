@@ -1,4 +1,4 @@
-"""Triton's interpreter with a GPU's semantics: runs kernels on CPU tensors, many programs at once.
+"""Triton's interpreter with a GPU's semantics: runs kernels on CPU tensors, many Triton programs at once.
 
 Triton decides at import whether it interprets. Here, ``triton.jit`` functions are interpreted while
 `Interpreter.active` lasts, so one process can interpret and compile.
@@ -83,13 +83,13 @@ class Interpreter:
 
     Args:
         arithmetic: The choices of the GPU's compiler.
-        elements: Maximum elements of a block, over all programs that run together.
+        elements: Largest number of elements in a block, over all Triton programs that run together.
         nans: Records which line computes the first NaN stored by a launch; None to skip the search.
 
     Attributes:
         arithmetic: The choices of the GPU's compiler.
-        elements: Maximum elements of a block, over all programs that run together. With 1, each program runs by
-            itself.
+        elements: Largest number of elements in a block, over all Triton programs that run together. With 1, each
+            program runs by itself.
         multiply_adds: Number of elements that fused multiply-adds have computed so far.
     """
 
@@ -118,12 +118,12 @@ class Interpreter:
         Args:
             name: Name of the kernel, for errors.
             fn: The Python function under ``triton.jit``.
-            grid: Number of programs along each dim, at most three.
+            grid: Number of Triton programs along each dim, at most three.
             arguments: Arguments by name: tensors on the CPU, and constants.
 
         Raises:
             IndexError: A program accesses memory outside of the tensors.
-            RuntimeError: Two programs access one address, and at least one of them writes.
+            RuntimeError: Two programs access one address, and at least one writes; two atomics are allowed.
             NotImplementedError: The kernel does something that isn't known here.
         """
         function = self._rewrite(fn)
@@ -206,7 +206,7 @@ class Interpreter:
         """Context in which ``triton.jit`` functions can be launched and called on the CPU.
 
         Args:
-            order: Order of a launch's programs, one of ``ORDERS``.
+            order: Order of a launch's Triton programs, one of ``ORDERS``.
             configuration: Number of the configuration for handwritten autotuned kernels; the last one if there are
                 fewer.
         """

@@ -1,4 +1,4 @@
-"""Registry of libraries whose operators programs may call, and of the GEMMs that each GPU runs.
+"""Registers libraries, whose operators generated code may call, with the GEMMs that each GPU runs.
 
 The rest of ``testing/gpu`` depends on PyTorch and Triton alone. The package fp8compile registers its own operators
 here, in ``fp8compile/testing/own_library.py``.
@@ -34,7 +34,7 @@ _KNOWN: list[Library] = []
 
 
 def make_known(library: Library) -> None:
-    """Register a library, so that programs may call its operators."""
+    """Register a library, so that generated code may call its operators."""
     _KNOWN.append(library)
 
 

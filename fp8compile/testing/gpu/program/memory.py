@@ -1,4 +1,4 @@
-"""Checks a launch's memory accesses: they stay inside its tensors, and programs do not race.
+"""Raises if a kernel launch accesses memory outside of its tensors, or if its Triton programs race.
 
 A GPU runs the programs of a launch in any order, some at the same time. If one program writes to an address that
 another one reads or writes, the result depends on chance, unless both use atomic operations.
@@ -36,12 +36,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Accessed:
-    """One load, store or atomic that a batch of programs executed.
+    """One load, store or atomic that a batch of Triton programs executed.
 
     Attributes:
-        programs: Linear indices of the P programs, (P,).
-        pointers: Addresses of the elements; dim 0 counts programs, and has size 1 if all programs access the same.
-        mask: True for each element that is accessed, of the same shape.
+        programs: Linear indices of the P Triton programs, (P,).
+        pointers: Addresses of elements, (P, ...); (1, ...) if all programs access the same elements.
+        mask: True for each element that is accessed, in the shape of ``pointers``.
         place: File and line of the load, store or atomic.
         span: The first address, and the address after the last one.
     """
@@ -53,7 +53,7 @@ class Accessed:
     span: tuple[int, int]
 
     def elements(self) -> tuple[np.ndarray, np.ndarray]:
-        """Address and program of each element that was accessed."""
+        """Return two arrays, by accesses to an element: its byte address, and the index of the Triton program."""
         owners = self.programs if len(self.pointers) > 1 else self.programs[:1]
         counts = np.count_nonzero(self.mask.reshape(len(self.mask), -1), axis=1)
         addresses, programs = self.pointers[self.mask], np.repeat(owners, counts)
@@ -64,7 +64,7 @@ class Accessed:
 
 @dataclass
 class Access:
-    """The record of one launch: its tensors, and the memory that each of its programs accessed.
+    """The record of one launch: its tensors, and the memory that each of its Triton programs accessed.
 
     Attributes:
         name: Name of the kernel.
@@ -88,8 +88,8 @@ class Access:
 
         Args:
             kind: "load", "store" or "atomic".
-            pointers: Addresses of the elements; dim 0 counts programs, and has size 1 if all programs access the same.
-            mask: True for each element that is accessed, of the same shape.
+            pointers: Addresses of elements, (P, ...); (1, ...) if all P programs access the same elements.
+            mask: True for each element that is accessed, in the shape of ``pointers``.
             width: Bytes of each element.
             place: File and line of the access.
 
@@ -125,7 +125,7 @@ class Access:
         )
 
     def mark(self) -> dict[str, int]:
-        """Count the records so far; the result is an argument of `forget`."""
+        """Return the number of records so far by kind; `forget` takes it, to drop later records."""
         return {kind: len(records) for kind, records in self._accessed.items()}
 
     def forget(self, marked: dict[str, int]) -> None:
@@ -142,10 +142,9 @@ class Access:
         return f"{name} + {offset} bytes"
 
     def assert_no_race(self) -> None:
-        """Check for races, after all programs ran.
+        """Raise a RuntimeError if the result depends on the order of the launch's Triton programs.
 
-        Raises:
-            RuntimeError: The result depends on the order of the programs.
+        Call this after all of them ran.
         """
         stores, atomics, loads = (self._accessed[kind] for kind in ("store", "atomic", "load"))
         for what, kinds, first, second in (

@@ -1,7 +1,7 @@
 """Emulates functional collectives; tensors of other ranks are computed from this rank's tensor.
 
 The tensor of rank ``r`` is this rank's tensor with elements rotated by ``r`` minus this rank's number. So ranks have
-different values, and a program and its reference get the same values.
+different values, and generated code and its reference get the same values.
 """
 
 from __future__ import annotations

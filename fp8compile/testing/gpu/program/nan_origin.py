@@ -60,7 +60,7 @@ class NanSearch:
     Attributes:
         graph: "forward" or "backward".
         origin: The first step found so far that produces a NaN, or else the first that reads one.
-        shows: Whether a run has changed an argument to NaN.
+        shows: Whether a run has put a NaN into an argument that had none.
     """
 
     graph: str
@@ -91,7 +91,7 @@ class NanSearch:
             self.origin = new
 
     def computed(self, name: Any, operands: Mapping[str, Any], results: Sequence[Any]) -> None:
-        """Check the results of a GEMM or library operator for NaN; ``operands`` maps names to tensors.
+        """Store a GEMM or library operator as origin if a result has a NaN; ``operands`` maps names to tensors.
 
         ``name`` is converted to text only if a result has a NaN.
         """
@@ -115,7 +115,7 @@ class NanSearch:
 
     @contextmanager
     def watching(self, access: Access, frames: Callable[[], Iterator[tuple[str, int]]]) -> Iterator[None]:
-        """Context in which programs of a kernel run again, watched; stores the origin found at exit.
+        """Context in which Triton programs run again, watched; at exit the origin that was found is stored.
 
         Args:
             access: The record of the launch.

@@ -1,4 +1,4 @@
-"""Computes PyTorch's operators for the reference, with the same bits as an interpreted program.
+"""Computes PyTorch's operators for the reference, with the same bits as interpreted kernels.
 
 Sums are rounded once, because PyTorch's CPU kernels add in their own order. Functions such as exp run on contiguous
 tensors, because PyTorch has several implementations whose last bits differ. Division by a number is multiplication by
@@ -47,7 +47,7 @@ def computed(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _sum(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Compute the sum or mean operator ``target`` as in a program: in float64, rounded once to float32.
+    """Compute the sum or mean operator ``target`` as kernels do here: in float64, rounded once to float32.
 
     For a mean, the rounded sum is then divided.
     """

@@ -1,7 +1,7 @@
 """Handwritten Triton kernels of a function's author, launched directly or by a custom operator.
 
-The reference runs the same kernel, one program after the other. So a run checks the kernel's memory accesses, whether
-the order of programs changes anything, and the code that Inductor generates around the kernel.
+The reference runs the same kernel, one Triton program after the other. So a run checks the kernel's memory accesses,
+whether the order of programs changes anything, and the code that Inductor generates around the kernel.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def launched(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Compute ``torch.ops.higher_order.triton_kernel_wrapper_functional`` from its arguments.
 
-    Call it while an `Interpreter` is active. An autotuned kernel runs in its first configuration here, even if the
-    program runs it in all of them.
+    Call it while an `Interpreter` is active. An autotuned kernel runs in its first configuration here; in
+    generated code it may run in others.
 
     Returns:
         The kernel's results: new tensors by the names of the arguments that the kernel writes to.

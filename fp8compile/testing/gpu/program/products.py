@@ -1,4 +1,4 @@
-"""Matrix products of generated code: checks of a GPU library's requirements, and results.
+"""Computes matrix products of generated code, or raises if a GPU's library would refuse their operands.
 
 A result is summed in float64 and rounded to its dtype, so it depends only on the operands' values. cuBLASLt adds in
 its own order, and for float8 in its own precision.
@@ -79,7 +79,7 @@ def _is_laid(scale: Tensor, strides: Sequence[int]) -> bool:
 
 
 def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str, Tensor]:
-    """Expand the scales of one operand of `_scaled_mm` to its elements, and check their layout.
+    """Expand the scales of one operand of `_scaled_mm` to its elements; raise if a GPU would refuse the scales.
 
     Args:
         scale: The operand's scales, transposed for a right operand.
@@ -162,7 +162,7 @@ def scaled_mm(
     gpu: Gpu, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None = None,
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute `torch._scaled_mm` in float64, rounded once, and check a GPU's requirements.
+    """Compute `torch._scaled_mm` in float64, rounded once; raise a ValueError if a GPU would refuse the operands.
 
     The arguments after ``gpu`` are those of the operator.
     """
@@ -181,7 +181,7 @@ def nvfp4_mm(
     gpu: Gpu, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, a_outer: Tensor, b_outer: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute `fp8compile::nvfp4_mm` (4-bit `torch._scaled_mm_v2`), and check a GPU's requirements.
+    """Compute `fp8compile::nvfp4_mm` (four-bit codes), or raise a ValueError if a GPU would refuse the operands.
 
     The arguments after ``gpu`` are those of the operator.
     """
@@ -224,7 +224,7 @@ def convolution(
 
 
 def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
-    """Compute `torch._int_mm` (int8 codes, exact sums in int32) after checking a GPU's requirements."""
+    """Compute `torch._int_mm` (int8 codes, exact sums); raise a ValueError if a GPU would refuse the operands."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
     if gpu is not None:

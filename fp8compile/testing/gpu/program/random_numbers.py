@@ -79,8 +79,8 @@ class RandomNumbers:
         Args:
             name: The operator's name, without its namespace.
             args: The operator's arguments.
-            by_fours: Whether the kernel takes all four words of a Philox counter, or only the first. For each seed,
-                the value of the first call holds; a later kernel that draws otherwise is compared with other numbers.
+            by_fours: Whether the kernel takes all four words of a Philox counter, or only the first. A later call with
+                the same seed draws as the first call did, whatever it passes here.
 
         Returns:
             Numbers in float32; whole numbers in int64.

@@ -1,9 +1,9 @@
-"""The reference of a program: runs the program's graph, operator by operator in PyTorch.
+"""The reference of a `Program`, which is generated code: runs its graph, operator by operator in PyTorch.
 
 Inductor computes in float32 and rounds a value to bfloat16 or float16 when it is stored, so values that never leave a
 kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them or
 reads their bits, as the rounding barrier does. With Inductor's ``emulate_precision_casts`` every operator rounds, in
-the program and in the reference.
+generated code and in the reference.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reference(fx.Interpreter):
         gpu: The GPU, whose requirements on matrix products are checked.
         found: Inductor's schedule of the graph.
         numbers: The random numbers of the run.
-        written: Results of the program's templates, by the buffer's name.
+        written: Results of templates in generated code, by the buffer's name.
         rounds_each: Whether each operator's result is rounded to its dtype.
 
     Attributes:
@@ -182,9 +182,9 @@ class Reference(fx.Interpreter):
         return None if found is None else found.at(place)
 
     def _settled(self, node: fx.Node, kernel: str, value: Bounded) -> Any:
-        """Compare what a template has stored with its bounds; return the results that later nodes read.
+        """Note which stored results of a template exceed their bounds; return the results that later nodes read.
 
-        These are the stored results and, for others, the exact ones in ``value``.
+        A result that was stored is returned as it was stored, any other is the exact one in ``value``.
         """
         self._bounded[node, kernel] = value
         result, where = value.exact, f"{self._templates[kernel]}, {node}"
@@ -200,7 +200,7 @@ class Reference(fx.Interpreter):
     def _operand(self, node: fx.Node, operand: fx.Node, kernel: str | None) -> Any:
         """Return an operand's value as ``kernel`` sees it when it computes ``node``.
 
-        It is unrounded if the same kernel computes the operand, and rounded if it is read from memory.
+        If the same kernel computes the operand, the value is unrounded; if it is read from memory, rounded.
         """
         if self._rounds_each:
             return self.env[operand]
@@ -224,7 +224,7 @@ class Reference(fx.Interpreter):
         return other, *factors
 
     def _looks_at_bits(self, node: fx.Node) -> bool:
-        """Whether an operator reads the bits of its operands, whose values have to be rounded first."""
+        """Whether a node needs rounded operands: it views their bits as another dtype, or a library computes it."""
         return node.target is aten.view.dtype or self._is_called(node)
 
     def _is_called(self, node: fx.Node) -> bool:
@@ -238,7 +238,7 @@ class Reference(fx.Interpreter):
         return name in PRODUCTS or is_library
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute the operator ``target`` as generated code does, such as without rounding to 16 bits."""
+        """Compute the operator ``target`` as generated code does; casts to 16 bits only round with ``rounds_each``."""
         if target is triton_kernel_wrapper_functional:
             return launched(**kwargs)
         if not isinstance(target, torch._ops.OpOverload):

@@ -1,4 +1,4 @@
-"""Results of a run of a GPU's program, and their differences from the reference."""
+"""Results of running a GPU's generated code, and their differences from the reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ VALUES = (Tensor, int, float)  # groups and other objects pass through a graph u
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor of the program that differs from the reference.
+    """A tensor of generated code that differs from the reference.
 
     Attributes:
-        where: Description of the tensor: the graph, how the program was run, and the output or the GEMM's operand.
+        where: Description of the tensor: the graph, how its code was run, and the output or the GEMM's operand.
         element: Index of the first element that differs; None if dtypes, shapes or numbers of tensors differ.
         expected: The element's value in the reference, or a description of what was expected.
-        got: The element's value in the program, or a description of what was found.
+        got: The element's value by generated code, or a description of what was found.
         count: Number of elements that differ.
         total: Number of elements of the tensor.
     """
@@ -134,7 +134,7 @@ def _difference(where: str, got: Tensor, expected: Tensor) -> Iterator[Differenc
 
 
 def output_differences(where: str, got: Sequence[object], expected: Sequence[object]) -> Iterator[Difference]:
-    """Yield differences between the results of a program (``got``) and of its reference (``expected``).
+    """Yield differences between the results of generated code (``got``) and of its reference (``expected``).
 
     Arguments after the run may be compared as well, to find changes in place. ``where`` is text for messages.
     """
@@ -171,9 +171,9 @@ def _nearest(product: Product, among: Iterable[Product]) -> Product | None:
 
 
 def product_differences(where: str, called: Sequence[Product], expected: Sequence[Product]) -> Iterator[Difference]:
-    """Yield differences between operands of the program's matrix products and of the reference's.
+    """Yield differences between operands of matrix products in generated code and in the reference.
 
-    A program may call its products in another order than the graph. So each call in ``called`` is compared with the
+    Generated code may call products in another order than the graph. So each call in ``called`` is compared with the
     call in ``expected`` that has the most similar operands. ``where`` is text for messages.
     """
     left = list(expected)

@@ -40,7 +40,7 @@ def run_gpu_program(
     a feed-forward block of 128 tokens takes seconds.
 
     Memory is filled with NaN before it is written. It is an error if a kernel accesses memory outside of its tensors,
-    if two programs of a launch write the same address, if one program writes what another reads, or if the GPU's GEMM
+    if two Triton programs of a launch write the same address, if one writes what another reads, or if the GPU's GEMM
     would refuse an operand.
 
     ``fn`` is traced with ``fullgraph=True``; all earlier compiled graphs are dropped. Tensors that ``fn`` changes in
@@ -56,12 +56,12 @@ def run_gpu_program(
         grad_outputs: A gradient for each output that requires grad; None for normal numbers, the same each time.
         precision_casts: Whether to generate code with Inductor's ``emulate_precision_casts``. Each operator's result
             is then rounded to its dtype as in eager mode, so that outputs can be compared with `eager_run`.
-        orders: Orders in which each launch's programs run: "forwards", "backwards", "shuffled". Each is run and
+        orders: Orders in which each launch's Triton programs run: "forwards", "backwards", "shuffled". Each is run and
             compared.
         configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
             one with the fewest programs, "all" for all. Each is run and compared.
         templates: Numbers of Inductor's Triton templates for matrix products, used instead of the GPU's libraries, as
-            with ``max_autotune_gemm``; "all" for each template that Inductor would time. A program is generated for
+            with ``max_autotune_gemm``; "all" for each template that Inductor would time. Code is generated for
             each number. The results are compared within a bound, because a template adds in its own order.
         contract: Whether a float32 multiplication followed by an addition is one fused multiply-add, as ptxas may
             choose.

@@ -1,10 +1,10 @@
 """``tl.dot_scaled``: the product of two tiles of codes with block scales, as each GPU computes it.
 
-Triton 3.7.1 and 3.9 compile it for these tensor cores (read from their PTX):
+Triton 3.7.1 and 3.9 compile it for these tensor cores, as their PTX shows (12.1* is only from Triton 3.8 on):
 
     capability          operands                                     multiplied by
     10.x, 11.0          both with scales, in 4 or 8 bits             tcgen05: codes and scales as they are
-    12.0; 12.1 by 3.8   both with scales, both in 4 or both in 8     mma with block scales: as they are
+    12.0, 12.1*         both with scales, both in 4 or both in 8     mma with block scales: as they are
     others, from 8.9    any                                          bf16 mma, or fp16 if an operand is fp16, of scaled
                                                                      values that are rounded to that format
 

@@ -1,4 +1,4 @@
-"""Options for generating and running programs, and the ways to run one wrapper."""
+"""Options for generating and running a GPU's code, and the ways to run it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run the programs of a wrapper's launches.
+    """One way to run generated kernels: an order of Triton programs, and a configuration.
 
     Attributes:
-        order: Order in which the programs of a launch run.
-        configuration: Number of the configuration that each kernel uses; None for the one with the fewest programs.
+        order: Order in which the Triton programs of a launch run.
+        configuration: Number of the configuration that each kernel uses; None: with the fewest Triton programs.
     """
 
     order: str

@@ -52,7 +52,7 @@ class KernelLaunch:
 
     Attributes:
         name: Name of the kernel.
-        grid: Number of programs along each dim of the grid.
+        grid: Number of Triton programs along each dim.
         configuration: Block sizes that were used.
         configurations: Number of configurations that Inductor would time.
     """
