@@ -302,7 +302,7 @@ CASES = (
     *_of_recipes("experts, even", _model(experts, ends=(24, 48, 72, 96)), recipes=GROUPED),
     *_of_recipes("experts, empty ones, NaN behind", _model(experts, ends=(0, 50, 51, 80)), recipes=GROUPED,
                  quick=("rowwise", "mxfp8", SQUARES)),
-    *_of_recipes("one rank of two, TP and SP", _model(model_in_ranks, how="tp"), quick=("rowwise",),
+    *_of_recipes("one rank of two, TP and SP", _model(model_in_ranks, how="tp"), quick=("blockwise",),
                  recipes=SCALED_BY_TENSOR, in_ranks=True),
     *_of_recipes("one rank of two, FSDP in the graph", _model(model_in_ranks, how="fsdp"), quick=("rowwise",),
                  in_ranks=True, recipes=(*RECIPES, SQUARES)),

@@ -164,13 +164,13 @@ def _noted(part: Plain, quantizer: Quantizer, steps: Steps, *, is_input: bool) -
     found = quantize_part(part, quantizer, steps)
     # the forward computes an input too; behind the barrier the backward computes it again, and does not keep it
     x = as_matrix(made_of_kept(part.local) if is_input else part.local)
-    codes, scale = as_matrix(found.codes), found.scale
+    codes, scale = as_matrix(found.codes), found.scale.view(quantizer.scale_shape(x.shape))
     if is_along_columns(quantizer):
         codes = codes.t().contiguous().t()
     else:
         scale = scale.t().contiguous().t()
     codes, scale = noted_codes(codes, scale, x, quantizer)
-    return replace(found, codes=codes.view(part.local.shape), scale=scale)
+    return replace(found, codes=codes.view(found.codes.shape), scale=scale.view(found.scale.shape))
 
 
 inductor.register_joint_pass((noted_codes, noted_counts), fuse_noted)
