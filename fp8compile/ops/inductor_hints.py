@@ -1,6 +1,6 @@
 """Hints to Inductor: ops that return their input's values, and say when and how to store them.
 
-after       identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
+after       its input, made to depend on `other`, so that the partitioner computes `other` in the forward
 realize     a value that is computed once and stored, instead of computed for each use
 snapshot    a copy that keeps its values when its source is overwritten
 store       codes that are written to memory once, in one layout, for all GEMMs that read them

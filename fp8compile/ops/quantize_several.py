@@ -73,10 +73,10 @@ def _kernel(
         in_both: Number of matrices that are quantized along rows and along columns; 1 or more.
         rows: Quantizer along rows; with ``columns`` a pair that `fp8compile.ops.quantize_both` takes.
         columns: Quantizer along columns.
-        others: Quantizer of the other matrices, along columns, with blocks of the same length.
+        others: Quantizer along columns of the other matrices, with the same block as ``columns``.
 
     Returns:
-        For each matrix the results of `fp8compile.ops.quantize_both`, or codes and scales along columns.
+        For each matrix in turn: codes and scales along rows, if quantized so, then codes and scales along columns.
     """
     return _each(quantize_both, quantize_columns, matrices, in_both, rows, columns, others)
 
