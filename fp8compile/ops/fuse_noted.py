@@ -50,7 +50,7 @@ class _Matrix:
         return [*self.rows, *self.columns, *self.counts]
 
     def directions(self) -> list[list[fx.Node]]:
-        """Return the `noted_codes` nodes of each direction, in the order of the kernel's results."""
+        """Return the `noted_codes` nodes of each direction: those along rows, if any, then those along columns."""
         return [self.rows, self.columns] if self.rows else [self.columns]
 
     def quantizers(self) -> tuple[Any, Any]:
@@ -109,7 +109,7 @@ def _read_beside(graph: fx.Graph, notes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _sets(matrices: list[_Matrix]) -> list[list[_Matrix]]:
-    """Group matrices that one kernel quantizes into sets; in a set, matrices with both directions come first."""
+    """Return sets of matrices that one kernel quantizes; in a set, matrices with both directions come first."""
     leaves = {each: inductor.leaves_of(each.source) for each in matrices}
     sets: list[list[_Matrix]] = []
     for matrix in (each for each in matrices if is_pair(*each.quantizers())):

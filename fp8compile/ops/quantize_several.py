@@ -76,7 +76,7 @@ def _kernel(
         others: Quantizer along columns of the other matrices, with the same block as ``columns``.
 
     Returns:
-        For each matrix in turn: codes and scales along rows, if quantized so, then codes and scales along columns.
+        For each matrix: codes and scales along rows (only for the first ``in_both``), codes and scales along columns.
     """
     return _each(quantize_both, quantize_columns, matrices, in_both, rows, columns, others)
 
@@ -170,4 +170,4 @@ quantize_several: OpOverload = _register("fp8compile::quantize_several", _kernel
 quantize_several_counted: OpOverload = _register(
     "fp8compile::quantize_several_counted", _counted_kernel, _counted_fake, _counted_steps, counts=True
 )
-"""Returns what `quantize_several` returns, and each matrix's counts behind its results."""
+"""Return the results of `quantize_several`; each matrix's counts follow its results."""

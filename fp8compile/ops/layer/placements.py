@@ -98,7 +98,7 @@ class Placement:
         return {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight in ``dtype``, the dtype of the tokens; by default the weight itself."""
+        """Return the weight in ``dtype``, the dtype of the tokens; by default the weight unchanged."""
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
@@ -164,7 +164,7 @@ class Placement:
         return 0
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement without its tensors, and these tensors, which autograd saves for grad_input."""
+        """Return this placement without its tensors, and its tensors apart, which autograd saves for grad_input."""
         names: tuple[str, ...] = self.__match_args__
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         tensors = tuple(value if isinstance(value, Tensor) else None for value in fields.values())
