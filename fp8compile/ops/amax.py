@@ -22,7 +22,7 @@ __all__ = ["amax", "empty_grid"]
 def empty_grid(x: Tensor, quantizer: Quantizer, groups: int | None = None) -> Tensor:
     """Make an uninitialized float32 tensor for the amaxes of ``x``, with an entry for each block.
 
-    With ``groups``, a number of groups of rows, each group has its own amaxes: (groups, grid columns).
+    With ``groups``, the number of groups of rows, each group has a row of amaxes: (groups, columns of the grid).
     """
     shape = shape_said(quantizer, "scale_shape", x.shape)
     return x.new_empty(shape if groups is None else (groups, shape[-1]), dtype=torch.float32)

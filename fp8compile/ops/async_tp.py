@@ -22,7 +22,7 @@ __all__ = ["on_the_wire"]
 
 
 def on_the_wire(codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """View codes as float8, to gather them, if async tensor parallelism can fuse the gather; else keep uint8.
+    """View codes as float8 before a gather that async tensor parallelism can fuse; else return them as uint8.
 
     Inductor's pass ignores gathers of uint8, and takes one scale for a tensor or one for each row of a matrix. Codes
     with other scales, and all codes on a CPU, stay uint8.
@@ -54,7 +54,7 @@ def _has_plain_scales(product: fx.Node) -> bool:
 
 
 def _is_of_reshaped_bytes(match: Any) -> bool:
-    """Whether `_straighten` can change the matched view as float8: only GEMMs read it, as left operand."""
+    """Whether the matched node views bytes as float8, and only GEMMs read it, as left operand (see `_straighten`)."""
     node = match.nodes[-1]
     if not _compat.async_tp() or not all(_has_plain_scales(user) and user.args[0] is node for user in node.users):
         return False
@@ -67,7 +67,7 @@ def _is_of_reshaped_bytes(match: Any) -> bool:
 
 
 def _straighten(match: Any, *_: Any) -> None:
-    """Move the matched view as float8 before the reshapes of its bytes; drop it if the bytes were float8 before."""
+    """Reshape float8 instead of bytes: view the bytes before the reshapes, or take the float8 that they were."""
     node = match.nodes[-1]
     found: Any
     source, reshapes = _source(node.args[0])

@@ -67,10 +67,10 @@ def all_reduce_amax(amax: Tensor, group: ProcessGroup | str) -> Tensor:
 
 
 def all_reduce_amaxes(amaxes: Sequence[Tensor], groups: Sequence[Sequence[ProcessGroup | str]]) -> list[Tensor]:
-    """Reduce amaxes over ranks as `all_reduce_amax` does; amaxes with equal groups share a message.
+    """Return the maximum of each amax over ranks; amaxes with the same process groups are sent in one message.
 
-    ``groups`` has an entry for each amax: the process groups that reduce the amax, one after the other. With an empty
-    entry, the amax stays the same.
+    ``groups`` has an entry for each amax: the process groups over which the amax is reduced, one after the other. With
+    an empty entry, the amax is returned unchanged.
     """
     found = list(amaxes)
     messages: dict[tuple[ProcessGroup | str, ...], list[int]] = {}
@@ -120,8 +120,8 @@ def all_to_all(
 ) -> Tensor:
     """Exchange entries along dim 0 between ranks; return the received entries, in the order of ranks.
 
-    ``x`` has the entries in the order of the ranks that get them. ``sent`` and ``received`` have the number of entries
-    for each rank and from each rank; None if all these numbers are equal.
+    ``x`` has the entries in the order of the ranks that get them. ``sent`` has the number of entries for each rank,
+    ``received`` the number from each rank; both are None if all these numbers are equal.
     """
     from torch.distributed import _functional_collectives as funcol
 

@@ -1,7 +1,7 @@
 """fp8compile::count_cast: count the underflows and the saturations in each row of a cast.
 
-Underflows are nonzero values with code 0. Both counts are halves of one integer, so that a cast gets only one more
-reduction. The op has a special lowering: Inductor would otherwise write each element's count to memory.
+Underflows are nonzero values with code 0. One integer holds both counts, so that counting adds only one reduction to
+the cast. The op has its own Inductor lowering; without it Inductor would write each element's count to memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def half_of(counts: Tensor, half: int) -> Tensor:
 
 
 def in_halves(underflows: Tensor, saturations: Tensor) -> Tensor:
-    """Combine two counts into one int64, in the form in which `count_cast` returns them."""
+    """Pack two counts into one int64, as `count_cast` does: underflows in the lower half, saturations in the upper."""
     return underflows.long() + (saturations.long() << _shift(torch.int64))
 
 

@@ -1,9 +1,9 @@
 """Statistics (amax, underflows, saturations) that casting kernels also compute, for a Monitor.
 
 An op whose name ends in ``_counted`` launches the same kernel as the op without that ending. It returns the same
-results, then ``counts``, int32 (directions, 3, programs): the three statistics of codes along rows and of codes along
-columns, from each program of the kernel. The amax is stored as float32 bits. The tensor's amax is the maximum over
-programs; its underflows and saturations are sums. For stacked matrices, programs are sorted by matrix.
+results, then ``counts``, int32 (directions, 3, programs): the three statistics from each Triton program. Directions
+are codes along rows and codes along columns, or the one that the kernel makes. The amax is stored as float32 bits. The
+tensor's amax is the maximum over programs; underflows and saturations are sums. Programs are sorted by stacked matrix.
 
 Kernels of groups accumulate per group instead: ``counts`` is int64 (directions, 3, E) for E groups.
 """
@@ -38,7 +38,7 @@ Format = Float8Format | Float4Format
 
 
 def empty_counts(like: Tensor, directions: int, programs: int) -> Tensor:
-    """Make an uninitialized tensor for a kernel's statistics, int32 (directions, 3, programs).
+    """Make an uninitialized tensor for a kernel's statistics, int32 (directions, 3, Triton programs).
 
     ``directions`` is 2 for codes along rows and along columns, else 1; ``like`` gives the device.
     """
@@ -48,7 +48,7 @@ def empty_counts(like: Tensor, directions: int, programs: int) -> Tensor:
 def counts_of(values: Tensor, codes: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """Compute the amax (as bits), underflows and saturations of one cast of ``values``, (3,) int32.
 
-    ``codes`` has one code per byte. ``scale`` is the factor of each code, float32; it broadcasts against ``values``.
+    ``codes`` has one code per byte. ``scale``, float32, multiplies the codes; it broadcasts against ``values``.
     """
     magnitude = values.float().abs()
     amax = magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
@@ -68,9 +68,9 @@ def counts_of_blocks(values: Tensor, codes: Tensor, scale: Tensor, quantizer: Qu
 
 
 def counts_of_steps(each: Sequence[Tensor], programs: int) -> Tensor:
-    """Return statistics of casts in the shape of a kernel's statistics, (directions, 3, programs).
+    """Arrange the results of `counts_of`, one for each direction, as a kernel's statistics: (directions, 3, programs).
 
-    ``each`` has the result of `counts_of` for each direction. Program 0 gets these results, other programs get zeros.
+    The first program gets the results, the others get zeros.
     """
     found = torch.stack(list(each)).unsqueeze(-1)
     return torch.nn.functional.pad(found, (0, programs - 1)) if programs else found[..., :0]
@@ -87,7 +87,7 @@ def no_counts_of_groups(offsets: Tensor, directions: int) -> Tensor:
 def counts_of_groups(
     x: Tensor, offsets: Tensor, quantizers: Sequence[Quantizer], multipliers: Tensor | None = None
 ) -> Tensor:
-    """Compute a kernel's statistics of E groups, int64 (quantizers, 3, E), by casting each group.
+    """Compute a kernel's statistics of E groups in PyTorch, int64 (quantizers, 3, E), by casting each group.
 
     ``offsets`` are the ends of the E groups of rows of ``x``. ``multipliers`` (1 / scale) has a row for each group;
     None to compute multipliers from the rows.
@@ -107,9 +107,9 @@ def counts_of_groups(
 
 
 def pieces_of_counts(counts: Tensor, name: str, matrices: int) -> Tensor:
-    """Return one statistic as (matrices, partial values), by its ``name`` in `COUNTED`.
+    """Return one statistic, (matrices, partial values), by its ``name`` in `COUNTED`.
 
-    ``counts`` is (3, programs) or (3, E). ``matrices`` is the number of stacked matrices or of groups, else 1.
+    ``counts`` is (3, programs), or (3, E) for groups; ``matrices`` is the number of stacked matrices or groups, or 1.
     """
     found = counts[COUNTED.index(name)].view(matrices, -1)
     if name != "amax":

@@ -1,10 +1,10 @@
-"""Graph pass that replaces separate quantizations of related tensors by `quantize_several`, one kernel.
+"""Graph pass that quantizes tensors computed from common inputs by one kernel, `quantize_several`.
 
     traced       x --amax, scale, cast--> codes, scale --noted_codes--> product
-    joint graph  for each set of related tensors: quantize_several --> codes, scales; all marks are removed
+    joint graph  for each set of such tensors: quantize_several --> codes, scales; all marks are removed
 
 The op `noted_codes` marks which tensor was quantized. The pass runs before PyTorch cuts the graph into forward and
-backward; the replaced steps are dead code.
+backward; the steps that it replaces become dead code.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class _Matrix:
         return [*self.rows, *self.columns, *self.counts]
 
     def directions(self) -> list[list[fx.Node]]:
-        """Return the `noted_codes` nodes of each direction, in the order of the kernel's results."""
+        """Return the `noted_codes` nodes of each direction: those along rows, if any, then those along columns."""
         return [self.rows, self.columns] if self.rows else [self.columns]
 
     def quantizers(self) -> tuple[Any, Any]:
-        """Return the quantizers along rows and along columns; None for a direction that has not exactly one."""
+        """Return the quantizers along rows and along columns; None for a direction with several quantizers or none."""
         rows, columns = ({note.args[3] for note in notes} for notes in (self.rows, self.columns))
         return tuple(each.pop() if len(each) == 1 else None for each in (rows, columns))  # type: ignore[return-value]
 
@@ -68,8 +68,8 @@ def fuse_noted(graph: fx.Graph) -> None:
     """Replace quantizations by calls of `quantize_several` where that reads fewer bytes, and remove all marks.
 
     Matrices that are quantized in both directions and computed from a common tensor form a set. A matrix quantized
-    along columns alone joins a set whose tensors it is computed from. A matrix along rows that other nodes read, a
-    part of a matrix and a transposed matrix are left alone, because the kernel would have to store them.
+    along columns alone joins a set whose tensors it is computed from. Slices, transposes, and matrices quantized along
+    rows that other nodes read are left alone, because the kernel would have to store them.
     """
     matrices = _matrices(graph)
     used = _read_beside(graph, {note for each in matrices for note in each.notes()})
@@ -109,7 +109,7 @@ def _read_beside(graph: fx.Graph, notes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _sets(matrices: list[_Matrix]) -> list[list[_Matrix]]:
-    """Group matrices that one kernel quantizes into sets; in a set, matrices with both directions come first."""
+    """Return sets of matrices that one kernel quantizes; in a set, matrices with both directions come first."""
     leaves = {each: inductor.leaves_of(each.source) for each in matrices}
     sets: list[list[_Matrix]] = []
     for matrix in (each for each in matrices if is_pair(*each.quantizers())):
@@ -127,7 +127,7 @@ def _sets(matrices: list[_Matrix]) -> list[list[_Matrix]]:
 
 
 def _is_beside(one: _Matrix, other: _Matrix) -> bool:
-    """Whether a kernel that quantizes one matrix may also quantize the other along columns."""
+    """Whether a kernel that quantizes ``one`` in both directions may also quantize ``other`` along columns."""
     return _has_shape_of(one, other) and one.quantizers()[1].block == other.quantizers()[1].block
 
 
@@ -183,7 +183,7 @@ def _pieces_of(direction: Any, *, halves: Any) -> Callable[[Tensor], Tensor]:
 def _put(
     graph: fx.Graph, place: fx.Node, code: Callable[..., Any], inputs: Sequence[fx.Node], like: fx.Node
 ) -> list[fx.Node]:
-    """Insert code behind the node ``place``, with the metadata of ``like``; return the nodes of its results."""
+    """Insert the nodes of ``code`` after ``place``, with the metadata of ``like``; return the nodes of the results."""
     body, end = inductor.traced(code, *(each.meta["val"] for each in inputs)), place.next
     with graph.inserting_before(end):
         results = inductor.inlined(graph, body, inputs)

@@ -1,6 +1,6 @@
 """Hints to Inductor: ops that return their input's values, and say when and how to store them.
 
-after       identity with an artificial dependency on `other`; the partitioner then places `other` in the forward
+after       its input, made to depend on `other`, so that the partitioner computes `other` in the forward
 realize     a value that is computed once and stored, instead of computed for each use
 snapshot    a copy that keeps its values when its source is overwritten
 store       codes that are written to memory once, in one layout, for all GEMMs that read them
@@ -63,7 +63,7 @@ def _after_samples() -> Iterator[tuple[Any, ...]]:
 
 
 after: OpOverload = _register("fp8compile::after", lambda x, other: x, _after, _after_samples)
-"""Returns the first tensor unchanged, with an artificial dependency on the second one.
+"""Return the first tensor unchanged, with an artificial dependency on the second tensor.
 
 The partitioner places a tensor that only the backward reads in the backward, and computes it there from saved tensors.
 A mark that the tensor must be saved works only if the forward needs the tensor (PyTorch 2.11 to 2.15). Sometimes the
@@ -78,7 +78,7 @@ def _lower_realize(x: Any) -> Any:
 
 
 realize: OpOverload = _register("fp8compile::realize", _lower_realize)
-"""Marks a value that Inductor computes once and stores, instead of computing it for each use.
+"""Mark a value that Inductor computes once and stores, instead of computing it for each use.
 
 Inductor inlines pointwise code into every reader. For the multiplier of a block that would mean an exact (float64)
 division for every element of the block.
@@ -94,7 +94,7 @@ def _lower_snapshot(x: Any) -> Any:
 
 
 snapshot: OpOverload = _register("fp8compile::snapshot", _lower_snapshot)
-"""A copy that keeps its values when its source is overwritten.
+"""Copy a tensor; the copy keeps its values when its source is overwritten.
 
 `clone` is not enough: if a graph does not change its input, compilers replace a clone of that input by the input
 itself. But another graph may change it: the backward updates the state that the forward read. Nothing removes this op
@@ -113,9 +113,9 @@ def _lower_store(x: Any) -> Any:
 
 
 store: OpOverload = _register("fp8compile::store", _lower_store)
-"""Marks codes that Inductor writes to memory once, in their own layout, for all GEMMs that read them.
+"""Mark codes that Inductor writes to memory once, in their present layout, for all GEMMs that read them.
 
 Layers that share an input, such as q, k and v, share its codes. If a product reads codes through a view, Inductor
-copies them, unless they are in a buffer whose strides are frozen. Without this op it would write the same codes once
-for each layer.
+copies the codes, unless they are in a buffer whose strides are frozen. Without this op it would write the same codes
+once for each layer.
 """

@@ -4,7 +4,7 @@
     x, codes, scale --> pieces --noted_counts(pieces, x, quantizer, halves)--> totals of a monitor
 
 `fp8compile.ops.fuse_noted` uses the marks to let one kernel compute and quantize several tensors, and removes them
-before PyTorch cuts the graph into forward and backward. A mark that stays returns its first arguments unchanged.
+before PyTorch cuts the graph into forward and backward. A mark that is not removed copies codes, scale or pieces.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ noted_codes: OpOverload = register_op(
     sharding=None,
     samples=_samples_of_codes,
 )
-"""Returns codes and scale as they are, and notes in the graph that they are those of ``x`` by ``quantizer``.
+"""Return codes and scale unchanged, and mark in the graph that ``quantizer`` made them of ``x``.
 
-``x`` may be behind a barrier (`made_of_kept`): then it depends on what the graph keeps, and nothing else reads it.
+If ``x`` is behind a barrier (`made_of_kept`), it is computed from what the graph keeps, and nothing else reads it.
 """
 inductor.register_lowering(noted_codes, lambda codes, scale, x, quantizer: (codes, scale))
 
@@ -78,9 +78,9 @@ noted_counts: OpOverload = register_op(
     sharding=None,
     samples=_samples_of_counts,
 )
-"""Returns pieces as they are, and notes in the graph that they are counted of the cast of ``x`` by ``quantizer``.
+"""Return pieces unchanged, and mark in the graph that they are counts of the cast of ``x`` by ``quantizer``.
 
-They are counts of underflows and saturations, as `fp8compile.ops.count_cast` returns them, if ``halves``; else largest
+With ``halves``, pieces are underflows and saturations in the form of `fp8compile.ops.count_cast`; else largest
 magnitudes.
 """
 inductor.register_lowering(noted_counts, lambda pieces, x, quantizer, halves: pieces)

@@ -1,4 +1,4 @@
-"""fp8compile::outer_amaxes: store a matrix; compute its amaxes with and without Hadamard transform.
+"""fp8compile::outer_amaxes: copy a matrix, and compute its amax with and without a Hadamard transform.
 
 Codes with two levels of scales first need the amax of the whole tensor, so the tensor is read twice; this op is the
 first read. On a GPU it is one Inductor kernel, which also computes the matrix, such as an activation.

@@ -1,4 +1,4 @@
-"""The steps that quantize a tensor, as Python functions: what eager layers call, and the kernels of the ops.
+"""The steps that quantize a tensor, as Python functions: eager layers call them, and ops have them as kernels.
 
 With one level of scales the steps are amax, scale and cast; with two levels, amax, outer_amax, two_scales and cast.
 Each step calls the quantizer's method, and checks what a user's quantizer returned.
@@ -74,7 +74,7 @@ def cast(
 ) -> Tensor:
     """Cast values to codes, contiguous uint8.
 
-    ``rows`` and ``columns`` are positions in the whole tensor, as `Quantizer.cast_at` takes them.
+    ``rows`` and ``columns`` are for codes that depend on positions in the whole tensor: see `Quantizer.cast_at`.
     """
     if rows is None or columns is None:
         found = quantizer.cast(x, multiplier)
@@ -103,7 +103,7 @@ def outer_scale(outer_amax: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def block_scale(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> Tensor:
-    """Compute the scale of each block, beside the outer scale, in the quantizer's ``scale_dtype()``."""
+    """Compute the scale of each block, which the outer scale multiplies, in the quantizer's ``scale_dtype()``."""
     found, dtype = quantizer.block_scale(amax, outer_amax), dtype_said(quantizer)
     return returned(found, quantizer, "block_scale", amax.shape, dtype, "that of amax, in scale_dtype()")
 
@@ -128,7 +128,7 @@ Scales = tuple[Tensor, Tensor, Tensor | None]  # multiplier, scale, and with two
 
 @dataclass(frozen=True)
 class Steps:
-    """The functions of the steps: those of this file for eager mode, or the ops for graphs.
+    """The function of each step: the Python functions of this file for eager mode, or the ops for graphs.
 
     Eager kernels call the Python functions, because the dispatch of an op costs 10 us.
     """
@@ -142,7 +142,7 @@ class Steps:
     def scales(self, amaxes: Tensor, quantizer: Quantizer, outer_amax: Tensor | None = None) -> Scales:
         """Compute the multiplier (1 / scale), the scale and the outer scale (or None) of a matrix.
 
-        ``amaxes`` has an amax for each block. ``outer_amax``, (1,) float32, is the whole matrix's; None to compute it.
+        ``amaxes`` has an amax for each block. ``outer_amax``, (1,) float32, is that of the matrix; None to compute it.
         """
         if not quantizer.has_outer_scale():
             return *self.scale(amaxes, quantizer), None

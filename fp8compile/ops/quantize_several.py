@@ -73,10 +73,10 @@ def _kernel(
         in_both: Number of matrices that are quantized along rows and along columns; 1 or more.
         rows: Quantizer along rows; with ``columns`` a pair that `fp8compile.ops.quantize_both` takes.
         columns: Quantizer along columns.
-        others: Quantizer of the other matrices, along columns, with blocks of the same length.
+        others: Quantizer along columns of the other matrices, with the same block as ``columns``.
 
     Returns:
-        For each matrix the results of `fp8compile.ops.quantize_both`, or codes and scales along columns.
+        For each matrix: codes and scales along rows (only for the first ``in_both``), codes and scales along columns.
     """
     return _each(quantize_both, quantize_columns, matrices, in_both, rows, columns, others)
 
@@ -170,4 +170,4 @@ quantize_several: OpOverload = _register("fp8compile::quantize_several", _kernel
 quantize_several_counted: OpOverload = _register(
     "fp8compile::quantize_several_counted", _counted_kernel, _counted_fake, _counted_steps, counts=True
 )
-"""Returns what `quantize_several` returns, and each matrix's counts behind its results."""
+"""Return the results of `quantize_several`; each matrix's counts follow its results."""

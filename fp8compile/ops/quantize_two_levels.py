@@ -101,7 +101,7 @@ def _has_no_launch(x: Tensor) -> bool:
 def _kernel(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns codes, scales in 128 x 4 tiles and the outer scale along rows, then the same along columns.
+    """Return codes, scales in 128 x 4 tiles and the outer scale along rows, then the same along columns.
 
     ``x`` is (M, K), both multiples of 16. ``row_amax`` and ``column_amax`` are the whole matrix's amaxes for codes
     along rows and along columns, (1,) float32. Codes along columns are column-major.
@@ -124,7 +124,7 @@ def _counted_fake(
 
 
 def counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
-    """Compute a cast's amax, underflows and saturations, (3,) int32, by the outer amax of the whole matrix."""
+    """Cast ``x`` by a known outer amax; return the cast's amax (as bits), underflows and saturations, (3,) int32."""
     own = quantizer.unpacked()
     codes, scale, outer = by_outer_amax(x, outer_amax, own)
     values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x

@@ -289,8 +289,8 @@ def register_kernel_op(
 ) -> torch._ops.OpOverload:
     """Register an op without derivative that is one kernel on a GPU.
 
-    ``impl`` is the kernel for all devices and ``fake`` makes empty results. ``steps`` replaces the op on a CPU and in
-    exported programs: plain PyTorch with the same arguments.
+    ``impl`` is the kernel for all devices and ``fake`` makes empty results. ``steps``, plain PyTorch with the same
+    arguments, replaces the op in compiled code for a CPU and in exported programs.
     """
 
     @functools.wraps(steps)

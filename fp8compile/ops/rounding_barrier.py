@@ -35,8 +35,8 @@ def made_of_kept(x: Tensor) -> Tensor:
     """Return ``x`` behind a barrier that changes no bits, for a call in the backward that reads ``x``.
 
     PyTorch's partitioner always saves what a call in the backward reads, even an activation that is a product of two
-    saved tensors. Behind a barrier, the partitioner decides by bytes. A tensor that no pointwise code computes is
-    returned as it is, because a barrier would copy it.
+    saved tensors. With the barrier, it saves ``x`` only if that takes fewer bytes. A tensor that no pointwise code
+    computes is returned without a barrier, which would copy it.
     """
     if not is_fusible(x):
         return x

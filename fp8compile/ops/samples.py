@@ -21,7 +21,7 @@ def _values(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def matrices() -> Iterator[Tensor]:
-    """Yield tensors with 1 to 3 dims in each floating dtype: contiguous, permuted, strided, empty, one row."""
+    """Yield tensors with 1 to 3 dims, in bfloat16, float32 or float16; permuted, strided, empty and one-row too."""
     yield _values(17, 24)
     yield _values(8, 40, dtype=torch.float32)
     yield _values(24, 17, dtype=torch.float16).t()
@@ -33,7 +33,7 @@ def matrices() -> Iterator[Tensor]:
 
 
 def tokens() -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (matrix, ends of groups): skewed, empty and single groups; NaN in rows after the last."""
+    """Yield (matrix, ends of groups): skewed, empty and single groups; rows after the last group are NaN."""
     for x, ends in zip((x for x in matrices() if x.ndim == 2), ENDS, strict=True):
         offsets = torch.tensor([int(end * x.shape[0]) for end in ends], dtype=torch.int32)
         x[int(offsets[-1]) :] = torch.nan
@@ -41,7 +41,7 @@ def tokens() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def quantizers() -> Iterator[Quantizer]:
-    """Yield a quantizer for each kind of block and scale rule."""
+    """Yield quantizers with one level of scales, of several blocks, formats, scale rules and roundings."""
     yield CurrentScaling()
     yield CurrentScaling(block=(1, -1), scale="pow2")
     yield CurrentScaling(block=(-1, 1), format="e5m2")
@@ -52,7 +52,7 @@ def quantizers() -> Iterator[Quantizer]:
 
 
 def two_level_quantizers() -> Iterator[Quantizer]:
-    """Yield quantizers with two levels of scales that cover all kinds of blocks, scale rules and packing."""
+    """Yield two quantizers with two levels of scales, which differ in block, packing and scale rule."""
     yield TwoLevelScaling()
     yield TwoLevelScaling(block=(16, 16), packed="none", scale="torchao")
 

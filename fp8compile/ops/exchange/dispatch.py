@@ -47,7 +47,8 @@ OUTPUT, GRAD_INPUT = GEMMS[:2]
 def _sent(rows: Tensor, sizes: Tensor | None, back: bool, length: int | None, ranks: int, group: str) -> Tensor:
     """Exchange rows between ranks; returns the rows that arrived, in the order of ranks.
 
-    ``back`` means from experts to the ranks of the tokens. If ``sizes`` is None, messages have equal lengths.
+    ``back``: whether rows return from experts to the ranks of their tokens. If ``sizes`` is None, messages have one
+    length.
     """
     if sizes is not None:
         return exchange_rows(rows, sizes, back, length, group)
@@ -160,9 +161,9 @@ combine: OpOverload = register_op(
 
 
 def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
-    """Return the dtype and number of elements of the messages that `dispatch` sends for these rows.
+    """Return the dtype and number of elements of all messages that `dispatch` sends for ``rows``.
 
-    ``length`` is the number of rows for which all messages have room; None without a capacity.
+    ``length`` is the number of rows for which all messages together have room; None without a capacity.
     """
     quantizer, features = sent_as(recipe, slot), rows.shape[1]
     count = rows.shape[0] if length is None else length

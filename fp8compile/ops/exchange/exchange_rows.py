@@ -62,7 +62,7 @@ exchange_rows: OpOverload = register_op(
 Args:
     rows: (rows, ...), sorted by the rank to which they go. Rows beyond the sum of sent sizes are not sent.
     sizes: (2, R), int64, on the host: number of rows sent to each rank, and number received from each rank.
-    back: Whether rows go the other way: the second line of ``sizes`` then holds the numbers of sent rows.
+    back: Whether rows return: ``sizes[1]`` then has the numbers of sent rows, ``sizes[0]`` of received rows.
     length: Number of rows of the result, with zeros after the rows that arrived. None: as many as arrive.
     group: The name of the group.
 """

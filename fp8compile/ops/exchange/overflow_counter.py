@@ -1,4 +1,4 @@
-"""fp8compile::counted: add to a counter, except when activation checkpointing repeats the forward."""
+"""fp8compile::counted: return counter + more; only the counter while activation checkpointing repeats the forward."""
 
 from __future__ import annotations
 

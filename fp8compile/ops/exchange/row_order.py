@@ -6,7 +6,7 @@
     grouped    received, sorted by expert of this rank         e0 e0 e0 e1 e1 e1
 
 A single process with the tokens of all ranks gets the order "grouped" too, and so the same blocks along tokens. With a
-capacity, each rank's part of a message has room for a fixed number of rows; otherwise the slots are the rows.
+capacity, each rank's part of a message has room for a fixed number of rows; without one, slots and rows are the same.
 
 Letters: R ranks of the group, E experts of each rank.
 """
@@ -91,21 +91,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """Return the row in each of ``length`` slots of the sent messages, int64; -1 for an unused slot."""
+        """Return the index of each slot's row in the sent messages, (length,) int64; -1 for an unused slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """Return the slot of each of ``length`` rows in the sent messages, int64; -1 without a slot."""
+        """Return the index of each row's slot in the sent messages, (length,) int64; -1 for a row without a slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """Return the place in the received buffer of each of ``length`` rows sorted by expert, int64; -1 if unused."""
+        """Return the index in the received buffer of each row sorted by expert, (length,) int64; -1 if unused."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """Return the place among rows sorted by expert of each of ``length`` received rows; -1 if unused."""
+        """Return the index among rows sorted by expert of each received row, (length,) int64; -1 if unused."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

@@ -1,4 +1,4 @@
-"""MX GEMMs for codes whose scales are not one power of two for each 32 values along k.
+"""MX GEMMs for codes that lack MX's scales, one power of two for each 32 values along k.
 
 blockwise_by_mx   blocks of 128: the exponent of a scale is repeated for each 32 values; scales are powers of two
 scaled_by_mx      one scale a row or a tensor: MX multiplies with scales of 1; the scales then multiply the product
@@ -68,7 +68,7 @@ def _exponents(operand: Quantized) -> Tensor:
 
 
 def _block_scales(operand: Quantized) -> Tensor:
-    """Return scales as E8M0 bytes, repeated for the four blocks of 32 values and for the rows of each block.
+    """Return scales as E8M0 bytes, one for each row and 32 values; a scale of 128 values is repeated.
 
     The layout is the MX GEMM's, tiles of 128 x 4 (`fp8compile.scale_layouts`).
     """

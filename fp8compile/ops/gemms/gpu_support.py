@@ -115,7 +115,7 @@ class Product:
     Attributes:
         name: Name of the product, as in the tables of GEMMs.
         gates: The kernels, in the order in which PyTorch tries them.
-        needs: Beginning of the error text that says on which GPUs the product runs.
+        needs: Words before the list of GPUs that run the product, in an error text on another GPU.
         recipe: Name of the ready recipe that uses the product.
         is_grouped: Whether the product is a grouped GEMM, as of experts.
     """

@@ -32,7 +32,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def _rows_of_pairs(operand: Quantized, rows_to: int) -> Tensor:
-    """Return codes packed in pairs along k, (rows, k / 2), zero-padded: rows to a multiple of ``rows_to``, k of 32."""
+    """Return codes packed in pairs along k, (rows, k / 2); zeros pad rows to a multiple of ``rows_to``, k of 32."""
     quantizer: Any = operand.quantizer  # TwoLevelScaling
     codes, per_byte = operand.codes, 2 if quantizer.packed == "rows" else 1
     if quantizer.packed == "columns":

@@ -126,7 +126,7 @@ def _product(
 def _check_parts(
     function: str, name: str, taken: Container[str], functions: dict[str, Any], detail: str, calls: tuple[str, ...]
 ) -> None:
-    """Raise an error if an argument of a registration is invalid; else add the functions to compile cache keys."""
+    """Raise an error if a name, function or text is invalid; else make the functions part of compile cache keys."""
     _check_name(function, name, taken)
     for argument, given in functions.items():
         _check_function(function, name, argument, given)

@@ -48,7 +48,7 @@ class ProductCase:
         gemm: The GEMM that computes the product, for two matrices or for groups.
         a: Quantizer of the left operand, over (m, k); over (tokens, m) if ``over_tokens``.
         b: Quantizer of the right operand, over (n, k); over (tokens, n) if ``over_tokens``.
-        fast_accumulation: Whether the GEMM may accumulate with reduced precision, as in `GemmConfig`.
+        fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
         over_tokens: Whether a grouped product sums over the tokens of each group, as for grad_weight.
     """
 
@@ -68,7 +68,7 @@ class ProductCase:
         return f"{' by '.join(sides)} to {SHORT[self.out_dtype]}{options}"
 
     def _sides(self) -> tuple[Quantizer, Quantizer]:
-        """Return both quantizers as the GEMM reads them: over (m, k) and over (k, n)."""
+        """Return both quantizers as the GEMM takes them, one of the two transposed: over (m, k) and over (k, n)."""
         return (transposed(self.a), self.b) if self.over_tokens else (self.a, transposed(self.b))
 
     @property

@@ -2,7 +2,7 @@
 
 Codes are whole numbers from -2 to 2 and scales are powers of two. So all addends are multiples of one unit, and every
 partial sum takes at most `SUM_BITS` bits in that unit. This is exact on every GPU, also with fast accumulation: tensor
-cores keep at least 14 bits of a partial sum, which leave 13 after the largest one (compute capability 8.9 and 9.0;
+cores keep at least 14 bits of a partial sum, 13 of them after the leading bit (compute capability 8.9 and 9.0;
 DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2).
 """
 
@@ -42,7 +42,7 @@ class Exact:
 
     Attributes:
         operand: Codes and scales.
-        values: Values of the codes, float64, exact: (rows, K) for a matrix, (E, N, K) for stacked matrices, (tokens,
+        values: Codes times scales, float64, exact: (rows, K) for a matrix, (E, N, K) for stacked matrices, (tokens,
             features) for tokens of groups.
     """
 
@@ -55,7 +55,7 @@ def _whole_numbers(seed: int, *shape: int) -> Tensor:
 
 
 def _exponents(shape: tuple[int, ...], summed: int) -> Tensor:
-    """Return exponents of scales: 0 or 1 along dim ``summed``, over which the product sums, else -1, 0 or 1."""
+    """Return exponents: 0 or 1 along dim ``summed``, which the product sums, plus -1, 0 or 1 along the other dim."""
     rows, columns = shape
     periods, first = ((2, 3), (0, -1)) if summed == 0 else ((3, 2), (-1, 0))
     down, along = (torch.arange(size) % period + at for size, period, at in zip(shape, periods, first, strict=True))
@@ -76,7 +76,7 @@ def _stored(quantizer: Quantizer, scales: Tensor) -> Tensor:
 
 
 def matrix(quantizer: Quantizer, rows: int, seed: int, *, summed: int = 1) -> Exact:
-    """Return a random quantized matrix (rows, K), or (K, rows) if ``summed``, the dim that the product sums, is 0."""
+    """Return a random quantized matrix: (rows, K) if the product sums over dim 1, (K, rows) if ``summed`` is 0."""
     shape = (rows, K) if summed == 1 else (K, rows)
     scales = _powers(_exponents(quantizer.scale_shape(shape), summed))
     outer = _outer(quantizer, seed % 3)
@@ -158,7 +158,7 @@ def _with_block(quantizer: Quantizer, block: tuple[int, int]) -> Quantizer:
 
 
 def _with_largest(x: Tensor) -> Tensor:
-    """Put the largest code into each block of 16 along dim 0, which makes the block's amax known."""
+    """Put 6, the largest four-bit number, into each block of 16 along dim 0, so that the block's amax is known."""
     x = x.clone()
     x[::16] = LARGEST_CODE
     return x

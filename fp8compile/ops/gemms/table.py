@@ -37,7 +37,7 @@ def multiplying_calls() -> frozenset[str]:
 
 
 def _codes_of(quantizer: Quantizer) -> str:
-    """Return a name of an operand's codes for errors: the format, or the class of another package's quantizer."""
+    """Return a name for an operand's codes in errors: the format, or the class of another package's quantizer."""
     stored: Float8Format | Float4Format | None = quantizer.gemm_format()
     if stored is None and is_own(type(quantizer)):  # type: ignore[arg-type]  # classes are hashable
         stored = quantizer.element_format()

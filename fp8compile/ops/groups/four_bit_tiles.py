@@ -23,7 +23,7 @@ __all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
 
 
 def tile_columns(rows: int, groups: int) -> int:
-    """Return an upper bound of the columns that ``rows`` tokens in ``groups`` groups of whole tiles take."""
+    """Return an upper bound of the number of columns for ``rows`` tokens in ``groups`` groups, each in whole tiles."""
     return (rows // TILE_ROWS + groups) * TILE_ROWS
 
 

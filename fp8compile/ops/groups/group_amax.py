@@ -1,6 +1,6 @@
 """fp8compile::group_amax: the largest magnitude in each group, or in each column of each group.
 
-On a GPU the op is one Triton kernel. On a CPU it computes the quantizer's own amax of each group's rows.
+On a GPU the op is one Triton kernel. On a CPU it calls the quantizer's ``amax`` for each group's rows.
 """
 
 from __future__ import annotations

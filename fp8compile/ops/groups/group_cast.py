@@ -1,6 +1,6 @@
 """fp8compile::group_cast: cast tokens by their groups' multipliers (1 / scale) to transposed codes.
 
-Each group's columns are padded. On a GPU the op is one Triton kernel. On a CPU it runs the quantizer's own cast of
+Each group's columns are padded. On a GPU the op is one Triton kernel. On a CPU it calls the quantizer's ``cast`` for
 each group's rows.
 """
 

@@ -47,7 +47,7 @@ def is_two_level_pair(rows: Any, columns: Any) -> bool:
 
 
 def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: str) -> None:
-    """Raise a ValueError if the GPU kernels can't quantize in ``directions`` ("both", "rows" or "tokens")."""
+    """Raise a ValueError if GPU kernels don't take these quantizers in ``directions`` ("both", "rows" or "tokens")."""
     allowed = {
         "both": is_two_level_pair(rows, columns),
         "rows": rows_of_two_levels(rows),

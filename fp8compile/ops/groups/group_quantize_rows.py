@@ -119,4 +119,4 @@ group_quantize_rows_counted: OpOverload = register_group_op(
     launch=_counted_launch_in_graph,
 )
 ROWS_ONCE = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
-"""By whether counts are wanted: the op that all readers of equal arguments in a graph share."""
+"""The op without counts (False) and with counts (True); in a graph, calls with equal arguments are one call."""

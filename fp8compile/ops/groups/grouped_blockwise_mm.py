@@ -1,7 +1,7 @@
 """fp8compile::grouped_blockwise_mm: grouped GEMMs of codes with a scale for 128 summed values, or for the whole sum.
 
-    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group; 0 in rows after the last group
-    b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group; 0 for a group without tokens
+    b is (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group; 0 in rows after the last group
+    b is (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group; 0 for a group without tokens
 
 Subscripts are sizes: R rows in E groups e, C tokens after padding. On a GPU the op is a Triton kernel, because PyTorch
 lacks this GEMM on some GPUs. On a CPU it calls the CPU's GEMM for each group.

@@ -1,8 +1,8 @@
 """fp8compile::grouped_mm: GEMMs in high precision, group by group, and fp8compile::group_sum.
 
-    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
-    b (R, K)       d_eNK = a_RN^T @ b_RK      sums over the rows of each group
-    group_sum      s_eN                       sums the rows of each group
+    b is (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
+    b is (R, K)       d_eNK = a_RN^T @ b_RK      sums over the rows of each group
+    group_sum         s_eN                       sums the rows of each group
 
 Subscripts are sizes: R rows in E groups e. Unlike `torch._grouped_mm`, these ops write zeros to rows after the last
 group, never read them, and take every dtype on a CPU.

@@ -1,7 +1,7 @@
 """fp8compile::grouped_nvfp4_mm: GEMMs of four-bit codes, group by group, on Blackwell's tensor cores.
 
-    b (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group
-    b (K, C / 2)       d_eNK = a_NC @ b_KC^T      sums over the columns of each group
+    b is (E, N, K / 2)    y_RN  = a_RK @ b_e,NK^T    each row times the matrix of its group
+    b is (K, C / 2)       d_eNK = a_NC @ b_KC^T      sums over the columns of each group
 
 Subscripts are sizes: R rows in E groups e, C tokens after padding. The op calls `torch._scaled_grouped_mm_v2`, which
 has no Inductor lowering, so the op stays one call in graphs. On a CPU it multiplies the same operands exactly, for

@@ -43,7 +43,7 @@ def alignment(quantizer: Quantizer) -> int:
 
 
 def padded_length(rows: int, groups: int, align: int) -> int:
-    """Return an upper bound of the columns that ``rows`` tokens in ``groups`` aligned groups take."""
+    """Return an upper bound of the number of columns for ``rows`` tokens in ``groups`` groups, each aligned."""
     return (rows + groups * (align - 1)) // align * align
 
 
@@ -57,7 +57,7 @@ def spans(offsets: Tensor, align: int) -> Iterator[tuple[slice, slice]]:
 
 
 def sizes_of_groups(offsets: Tensor) -> Tensor:
-    """Number of rows of each group, (E,), in the dtype of ``offsets``."""
+    """Return the number of rows of each group, (E,), in the dtype of ``offsets``."""
     return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 
@@ -77,7 +77,7 @@ def group_to_read(offsets: Tensor, rows: int) -> Tensor:
 
 
 def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the row, -1 for padding, and the group of each column of transposed codes, (columns,) int32 each.
+    """Return the row (-1 for padding) and the group of each column of transposed codes: two (columns,) int32.
 
     Padding belongs to the group before it.
     """

@@ -1,7 +1,7 @@
 """fp8compile::routed_rows: copy each token once for each of its experts, in rows sorted by expert.
 
 ``order``, (R,), has the index of each row's (token, expert) pair; ``places`` is the inverse permutation. The gradient
-gathers each token's rows and sums them once. PyTorch's gradient of ``x[order // top_k]`` could add them in any order.
+sums each token's rows in a fixed order. PyTorch's gradient of ``x[order // top_k]`` could add them in any order.
 """
 
 from __future__ import annotations

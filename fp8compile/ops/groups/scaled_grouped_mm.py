@@ -1,7 +1,7 @@
 """fp8compile::scaled_grouped_mm: products of quantized tensors, group by group.
 
-    b (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
-    b (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group
+    b is (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
+    b is (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group
 
 Subscripts are sizes: R rows in E groups e, C tokens after padding. Rows after the last group, and the product of a
 group without tokens, are zeros in the result.

@@ -40,7 +40,7 @@ class _WithMultiplier:
 
     # ``self: Any``, because subclasses define the fields
     def begin(self: Any, x: Tensor, weight: Tensor, operands: Operands) -> tuple[Operands, tuple[Tensor, ...]]:
-        """Return ``operands`` with a copy of the multipliers, and the op's other outputs.
+        """Return ``operands`` with a copy of the multipliers, and what the op returns after y.
 
         These are the copied multipliers, the amax of x and the amax of the weight.
         """
@@ -56,7 +56,7 @@ class _WithMultiplier:
         return amax_of(weight, quantizer)
 
     def empty_beside(self: Any) -> tuple[Tensor, ...]:
-        """Return uninitialized tensors like the other outputs of `begin`, for the op's fake kernel."""
+        """Return uninitialized tensors for what the op returns after y, for its fake kernel."""
         like = self.multiplier
         return torch.empty_like(like), like.new_empty(()), like.new_empty(())
 
@@ -71,7 +71,7 @@ class Delayed(_WithMultiplier, Placement):
     Attributes:
         amax_history: The state's last L amaxes of input, weight and grad_output, (3, L) float32.
         multiplier: The state's multipliers (1 / scale) of input, weight and grad_output, (3,) float32.
-        group: Name of the group over which amaxes are reduced, or None.
+        group: Name of the process group over which amaxes are reduced, or None.
     """
 
     updates: ClassVar[tuple[str, ...]] = ("amax_history", "multiplier")
@@ -98,7 +98,7 @@ class Delayed(_WithMultiplier, Placement):
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Update the state in the backward; returns the forward's multipliers, and None as each field's gradient.
 
-        Raises a RuntimeError if checkpointing repeated the forward with other multipliers, ``repeated``.
+        Raises a RuntimeError if ``repeated``, the multipliers that checkpointing computed again, have changed.
         """
         check_repeated_forward(ctx, repeated)
         # if a layer is spread over ranks, each rank updates its own copy of the same state
@@ -154,7 +154,7 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     rows: Rows
 
     def check(self, x: Tensor, recipe: Recipe) -> None:
-        """Accept every recipe: the op that made the tokens has already checked the state."""
+        """Accept every recipe: the op `fsdp_tokens` has already checked the state."""
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
         """Return this placement without tensors, and the amax for grad_input, which autograd saves."""
@@ -164,9 +164,9 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
         return replace(self, **none), (self.amax_for_grad_input,)
 
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Return the forward's multipliers, and each field's gradient: amaxes for the fields that carry them, or None.
+        """Return the forward's multipliers, and a gradient for each field: amaxes, or None for a field without them.
 
-        Raises a RuntimeError if checkpointing repeated the forward with other multipliers, ``repeated``.
+        Raises a RuntimeError if ``repeated``, the multipliers that checkpointing computed again, have changed.
         """
         place = 2 + ctx.has_bias
         is_eager = type(_compat.local_itself(grad_output)) is Tensor  # in a graph the backward reaches all inputs

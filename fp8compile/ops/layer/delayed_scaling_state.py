@@ -44,7 +44,7 @@ def amax_of(tensor: Tensor, quantizer: DelayedScaling | None) -> Tensor:
 
 
 def kept_amax(history: Tensor) -> Tensor:
-    """Return the amax of the values last written to a weight that is kept as codes, () float32."""
+    """Return from a state's history the amax of the values last written to a weight kept as codes, () float32."""
     return snapshot(history[ROW_OF_WEIGHT, 0])
 
 
@@ -92,7 +92,7 @@ def keep_used(ctx: Any, multiplier: Tensor, output: tuple[Tensor, Tensor, Tensor
 
 
 def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
-    """Raise a RuntimeError if checkpointing repeated the forward with other multipliers, ``repeated``."""
+    """Raise a RuntimeError if ``repeated``, the multipliers of a forward that checkpointing repeated, have changed."""
     now = _compat.version_in_eager(_compat.replicated(ctx.multiplier))
     if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
         return

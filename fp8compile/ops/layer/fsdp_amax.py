@@ -23,7 +23,7 @@ __all__ = ["fsdp_amax"]
 
 
 def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
-    """Compute this rank's contribution to the whole weight's amaxes, float32 of shape ``grid``; see `whole_amax`.
+    """Compute this rank's contribution to the whole weight's amaxes, float32 of shape ``grid``.
 
     ``shard`` is cast to ``dtype``; ``slot`` is the recipe's field, such as ``"weight"``.
     """

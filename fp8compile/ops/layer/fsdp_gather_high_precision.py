@@ -28,7 +28,7 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
     """All-gather a parameter's rows, in the shard's dtype; ``rows`` describes the sharding.
 
-    Compiled code repeats the gather in the backward. With ``in_backward``, the gather is in the backward only.
+    Compiled code gathers in the forward and again in the backward; with ``in_backward``, only in the backward.
     """
     if len(rows.sizes) == 1:
         return shard
@@ -37,7 +37,7 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
 
 
 def _divisors(dtype: torch.dtype, ranks: int) -> tuple[float, float]:
-    """Return FSDP2's divisors before and after a sum over ranks, each about sqrt(ranks), which prevent overflow."""
+    """Return FSDP2's divisors before and after a sum over ranks: each about sqrt(ranks), so that no sum overflows."""
     before = 1
     while ranks % before == 0 and ranks / before > before:
         before *= 2

@@ -23,7 +23,7 @@ class Rows(Constant):
         group: Name of the group of ranks that share the rows; empty for one rank.
         replicas: Name of the group whose ranks have the same rows (HSDP), or empty.
         reduce_dtype: Name of the dtype in which gradients are reduced.
-        placed: How tensor parallel ranks shard the parameter before FSDP, as `placed_of` returns it; () if unsharded.
+        placed: How tensor parallel ranks shard the parameter before FSDP, as ints (`placed_of`); () if unsharded.
     """
 
     sizes: tuple[int, ...]

@@ -116,7 +116,7 @@ def _gathered_scale(part: Quantized, cut: DimSharding) -> Tensor:
 
 
 def narrow(part: Part, index: int, cut: DimSharding) -> Part:
-    """Narrow ``part`` to this rank's shard of the sharding ``cut``, over the group of ranks ``index``."""
+    """Narrow ``part`` to this rank's shard by ``cut``, which becomes the sharding ``part.cuts[index]``."""
     if isinstance(part, Quantized):
         check_not_packed(part.quantizer, part.codes.shape, part.shape)
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:

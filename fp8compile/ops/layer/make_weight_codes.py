@@ -31,7 +31,7 @@ def _set(weight: Tensor, slot: str, recipe: Recipe, phase: Phase) -> Quantized:
 def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
     """Quantize a weight, (N, K) or (E, N, K); returns the codes for the output and the codes for grad_input.
 
-    A layer would make the same bits. Both results may be the same object.
+    The codes equal those that a layer makes from the weight. If both GEMMs read the same codes, both are one object.
     """
     first = _set(weight, WEIGHT_SLOTS[0], recipe, Phase.EAGER)
     # on a GPU, each product of experts has its four-bit codes packed along the dim that it sums

@@ -57,7 +57,7 @@ class Step:
 
 
 def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
-    """Return the name of the GEMM dim that an operand's sharding ``cut`` divides, ``rows`` or ``columns``, or None."""
+    """Return the GEMM dim that an operand's sharding ``cut`` divides, ``rows`` or ``columns``; None if not sharded."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
@@ -156,7 +156,7 @@ def _multiply_codes(
 
 
 def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """Multiply two operands in their own dtype, without quantizing, after ranks gather or narrow them."""
+    """Gather or narrow two operands as the GEMM needs, then multiply them in their own dtype, without quantizing."""
     weight = b.cuts
     a, b, steps = _prepared(gemm, a, b)
     if (ends := a.layout.ends) is not None:
@@ -172,9 +172,9 @@ def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
     """Compute one GEMM of the layer from this rank's shards of its operands, in the dtype of ``a``.
 
-    ``operands`` quantizes ``a`` and ``b``, which are not transposed yet. A GEMM without quantizers multiplies both in
-    their own dtype. ``bias``, whole or sharded like the weight's rows, is for an output without groups; it is added to
-    the rounded product.
+    ``operands`` quantizes ``a`` and ``b``, which are not transposed yet. If the recipe has no quantizers for the GEMM,
+    both are multiplied in their own dtype. ``bias``, for an output without groups, is whole or sharded like the
+    weight's rows; a product of codes is rounded before the bias is added.
     """
     if a.local.is_meta:
         return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps

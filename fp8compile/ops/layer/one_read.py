@@ -5,7 +5,7 @@
     stacked weights, square blocks       codes for the output, amaxes for grad_input's cast   `quantize_weight`
     stacked weights, rows and columns    codes for the output, amaxes for grad_input's cast   `group_quantize_rows`
     grad_output, FP8                     codes along rows and codes along tokens              `quantize_both`
-    gradients that Inductor computes     both of these, and codes along tokens of x           `quantize_several`
+    gradients that Inductor computes     codes in both directions, codes of x along tokens    `quantize_several`
     weight, blocks along columns         codes for grad_input, in the backward                `quantize_columns`
     grad_output or x, four bits          codes along rows and codes along tokens              `quantize_two_levels`
 
@@ -51,7 +51,7 @@ ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: bool = False) -> Quantized:
     """Quantize ``part`` for the recipe's field ``slot``, if possible by a kernel that reads it once for two GEMMs.
 
-    If no kernel fits, ``steps`` quantize it. With ``counts`` the kernel also computes statistics, see
+    If no kernel fits, ``steps`` quantize it. With ``counts``, the kernel also computes the statistics
     `Quantized.counts`.
     """
     quantizer = getattr(recipe, slot)
@@ -96,7 +96,7 @@ def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps, *, counts: boo
 def _matrices(
     part: Plain, quantizer: Quantizer, first: Quantizer, again: Any, steps: Steps, *, is_first: bool, counts: bool
 ) -> Quantized:
-    """Quantize stacked weights for the output or for grad_input, by one read for both if a kernel fits."""
+    """Quantize stacked weights for the output or for grad_input; if a kernel fits, one read serves both."""
     stack = part.local
     if is_pair(first, again) and not any(part.cuts) and not is_first:
         return _along_columns(part, again, counts=counts)
@@ -136,7 +136,7 @@ def _ends_of_matrices(stack: Tensor) -> Tensor:
 
 
 def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel quantizes grad_output for both gradients; not if Inductor computes grad_output itself."""
+    """Whether one kernel quantizes grad_output for both gradients; not if Inductor computes grad_output pointwise."""
     return (
         is_pair(rows, columns)
         and all(is_aligned(grad_output, each) for each in (rows, columns))
@@ -160,7 +160,7 @@ def is_noted(part: Plain, slot: str, recipe: Recipe) -> bool:
 
 
 def _noted(part: Plain, quantizer: Quantizer, steps: Steps, *, is_input: bool) -> Quantized:
-    """Quantize step by step, in the layout of `quantize_both`, and mark the codes for the pass `fuse_noted`."""
+    """Quantize step by step, in the memory layouts of `quantize_both`; mark the codes for the pass `fuse_noted`."""
     found = quantize_part(part, quantizer, steps)
     # the forward computes an input too; behind the barrier the backward computes it again, and does not keep it
     x = as_matrix(made_of_kept(part.local) if is_input else part.local)

@@ -7,7 +7,7 @@ or it is given with the codes. The phase decides which steps run:
     EAGER       a kernel, step by step
     INFERENCE   compiled code, no gradients    codes of an input are stored once for all layers that read it
     FORWARD     compiled code of the output    also: one read of a weight gives its codes and the backward's amaxes
-    BACKWARD    compiled code of a gradient    makes codes by the forward's amaxes; reads grad_output once for both
+    BACKWARD    compiled code of a gradient    makes codes by the forward's amaxes; reads grad_output once for 2 GEMMs
 """
 
 from __future__ import annotations
@@ -106,15 +106,15 @@ class Operands:
     """Quantizes and multiplies the operands of one GEMM of a layer.
 
     Attributes:
-        recipe: Quantizers for the operands. For groups, quantizers with one level of scales store one code a byte.
+        recipe: Quantizers for the operands. With groups of rows, those with one level of scales must not pack codes.
         phase: Where the steps run: in eager mode, or in which kind of compiled code.
         multiplier: Multipliers (1 / scale) of input, weight and grad_output, (3,) float32, for delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales get an artificial dependency on them, so that the
             partitioner computes the amaxes in the forward, fused with the casts.
         input: The input's codes for grad_weight, if the forward kept them.
         weight: The weight's codes, if they were made before the GEMM.
-        weight_in_turns: Whether the forward and the backward use the same memory for two sets of the weight's codes,
-            so that each has to read the memory.
+        weight_in_turns: Whether the weight's codes for the output and for grad_input share one memory, in turns; the
+            compiler must then leave each GEMM in its pass, forward or backward.
         weight_amax: Amaxes of the whole weight's blocks for this GEMM, if known.
         outer_amax: The amax, (1,) float32, for the whole weight's single scale, if several weights share this scale.
         rows: How FSDP shards the weight along its first dim; codes are gathered before the GEMM. None without FSDP.
@@ -136,10 +136,10 @@ class Operands:
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Return an operand's codes and scales: the given ones, or else those that ``part`` is quantized to.
+        """Return the codes and scales of an operand: ``input`` or ``weight`` if given, else ``part`` is quantized.
 
-        ``part`` is this rank's shard; ``slot`` is the recipe's field of the operand, such as ``"weight"``. Codes of
-        a weight under FSDP are gathered from all ranks.
+        ``part`` is this rank's shard; ``slot`` is the recipe's field of the operand, such as ``"weight"``. Codes of a
+        weight under FSDP are gathered from all ranks.
         """
         if slot == GRAD_WEIGHT.b and self.input is not None:
             return self.input
@@ -152,7 +152,7 @@ class Operands:
         return self.weight if self.weight is not None else self._of_weight(part, slot)
 
     def _block_in_kernels(self, part: Plain, read: Quantizer) -> tuple[int, int] | None:
-        """Return the block of an operand that one kernel reads for both GEMMs; None for a whole column."""
+        """Return the block to record in a graph, by which `SavedAsCodes` saves the operand; None for a column."""
         other: Any = self.recipe.quantizer_read(GRAD_WEIGHT.b)
         if isinstance(other, TwoLevelScaling) and other.transform() and part.layout.ends is None:
             return other.block
@@ -177,7 +177,7 @@ class Operands:
         return _without_padding(found, rows) if part.layout.batch else found
 
     def _weight_to_quantize(self, part: Plain) -> Plain:
-        """Return a weight with FSDP's sharding in the layout, and stacked matrices padded to whole blocks."""
+        """Add FSDP's sharding to a weight's layout, and pad stacked matrices to whole blocks."""
         if self.rows is not None:
             part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
         if part.layout.batch and not is_cut_within(part):
@@ -305,7 +305,7 @@ class Operands:
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
     def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
-        """Return a weight's codes for ``slot``; the forward stores a transposed copy, which grad_input reads."""
+        """Return a weight's codes for ``slot``: the forward's, or for grad_input a transposed copy, stored once."""
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
         copy = _transposed_contiguous(other.codes)  # it is stored, so no partitioner computes it again
@@ -351,7 +351,7 @@ def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
 
 
 def _packed_along_columns(codes: Quantized) -> Quantized:
-    """Repack a weight's codes along columns, the dim that grad_input sums; unpacked codes stay as they are."""
+    """Repack a weight's codes along columns, the dim that grad_input sums; unpacked codes are returned unchanged."""
     quantizer = codes.quantizer
     if type(quantizer) is not TwoLevelScaling or quantizer.packed != "rows":
         return codes

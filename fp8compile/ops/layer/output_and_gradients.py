@@ -82,7 +82,7 @@ def output(
         ends: The ends of the groups of rows, or None.
         place: Which shards are on this rank.
         recipe: Quantizers for the operands.
-        codes: Keyword arguments of `Operands` for a weight that is quantized already.
+        codes: Keyword arguments of `Operands` if the weight is quantized already.
     """
     x, weight, bias = tensors
     check(x, ends, place, recipe)
@@ -183,10 +183,10 @@ def _without_grad_weight(recipe: Recipe) -> Recipe:
 
 
 def for_unwritten_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Check that a layer op's weight, the second of ``args``, is still what its codes were made from; return ``args``.
+    """Return ``args``, the arguments of a layer's op, unless the traced graph has written to the weight, ``args[1]``.
 
     Raises:
-        ValueError: The graph that is being traced has written to the weight, so its codes are out of date.
+        ValueError: The graph has written to the weight, so the weight's codes are out of date.
     """
     if _compat.is_written_in_graph(args[1]):
         raise ValueError(

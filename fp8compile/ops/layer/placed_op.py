@@ -140,7 +140,7 @@ def register_placed(
         name: Name of the op without its namespace.
         op: Description of the op's arguments.
         compute: Computes the op's results from the phase and from what ``op.split`` returns.
-        gemm: The GEMM that the op computes, which decides the phase in compiled code; None for the forward.
+        gemm: The GEMM that the op computes, which decides the phase in compiled code; None: the phase is FORWARD.
         returns: Annotation of the op's results.
         samples: Yields sample arguments.
         derivative: Further arguments of `register_op`, if the op has a derivative.

@@ -98,7 +98,7 @@ class Placement:
         return {}
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight in ``dtype``, the dtype of the tokens; by default the weight itself."""
+        """Return the weight in ``dtype``, the dtype of the tokens; by default the weight unchanged."""
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
@@ -164,7 +164,7 @@ class Placement:
         return 0
 
     def saved(self) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement without its tensors, and these tensors, which autograd saves for grad_input."""
+        """Return this placement without its tensors, and its tensors apart, which autograd saves for grad_input."""
         names: tuple[str, ...] = self.__match_args__
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         tensors = tuple(value if isinstance(value, Tensor) else None for value in fields.values())
@@ -236,7 +236,7 @@ class _Known:
 
 @dataclass(slots=True)
 class KnownForGradInput(_Known, Placement):
-    """Placement of the op for grad_input of a weight that is quantized already; the fields are as in `Quantized`."""
+    """Placement of the op for grad_input with a weight that was quantized before: the fields are codes and scales."""
 
     codes: Tensor
     scale: Tensor
@@ -255,9 +255,9 @@ class KnownForGradInputOfGroups(KnownForGradInput):
 class KnownCodes(_Known, Placement):
     """Placement of a layer that keeps codes together with the weight; every tensor is whole.
 
-    The weight is an argument only to get a gradient. ``codes``, ``scale``, ``outer_scale`` and ``quantizer`` are for
-    the output, as in `Quantized`. The fields ``..._for_grad_input`` are for grad_input, and may be the same tensors.
-    The tensors are None between forward and backward, when autograd's saved tensors hold them.
+    The weight is an argument only to get a gradient. The first four fields are its codes, scales and quantizer for the
+    output, the fields ``..._for_grad_input`` those for grad_input, perhaps the same tensors. Between forward and
+    backward the tensors are None, and autograd's saved tensors hold those for grad_input.
     """
 
     of_grad_input: ClassVar[type[KnownForGradInput]] = KnownForGradInput
@@ -353,7 +353,7 @@ class _OverGroup(Placement):
 
 @dataclass(slots=True)
 class GroupsCutOverGroup(_OverGroup):
-    """Placement in which ranks shard each of stacked weights; every rank has all rows of the tokens.
+    """Placement in which ranks shard every matrix of stacked weights; every rank has all rows of the tokens.
 
     Attributes:
         weight_dim: The dim of the stacked weights that is sharded. If 1 (out_features), the output's features are
@@ -448,8 +448,8 @@ _in_dtype = inductor.once_a_graph(Tensor.to)
 class _OverFsdp(Placement):
     """Base of placements whose weight FSDP shards along dim 0: by rows, or stacked weights by matrices.
 
-    Codes and scales are the same as for the whole weight, cast to the dtype of the tokens. The shard is saved for the
-    backward.
+    Each rank casts its shard to the dtype of the tokens, and quantizes it to the codes that the whole weight would
+    have. The shard is saved for the backward.
     """
 
     weight_name: ClassVar[str] = "shard"

@@ -151,7 +151,7 @@ def _scales_along_tokens(
 
 
 def _over_ranks(amaxes: Tensor, part: Plain, quantizer: Quantizer) -> Tensor:
-    """Reduce amaxes of groups over ranks whose features share blocks; no change if no block spans ranks."""
+    """Return amaxes of groups, reduced over ranks whose features share blocks; unchanged if no block spans ranks."""
     columns = axis_blocks(part.local.shape, part.cuts, quantizer.block)[1]
     for group in columns.groups if columns.kind == "spanning" else ():
         amaxes = all_reduce_amax(amaxes, group)

@@ -59,7 +59,7 @@ def in_whole_blocks(stack: Tensor, rows: int) -> Tensor:
 
 
 def _in_own_blocks(stack: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
-    """Pad stacked matrices to whole blocks; also returns a quantizer for the stack as one flattened matrix."""
+    """Pad stacked matrices to whole blocks; also return the quantizer for all of them, flattened to one matrix."""
     rows, columns = quantizer.block
     if rows != -1:
         return in_whole_blocks(stack, rows), quantizer
@@ -131,7 +131,7 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if the quantizer's transform would mix values of several ranks or not divide the dim."""
+    """Raise a ValueError if the values that the quantizer transforms together span ranks or don't divide the dim."""
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group
@@ -268,7 +268,7 @@ def _two_scales_of_stack(amaxes: Tensor, outer_amax: Tensor, quantizer: Quantize
 def local_scales(scales: Tensor, shape: Sequence[int], cuts: Sharding, quantizer: Quantizer, batch: int = 0) -> Tensor:
     """Select the scales of a shard of shape ``shape`` from the grid of the whole tensor's scales.
 
-    Along a side of the matrix where shards cut through blocks, all scales are kept.
+    Along a dim where shards cut through blocks, all scales are kept.
     """
     for dim, side in zip(SIDES, axis_blocks(shape, cuts, quantizer.block, batch), strict=True):
         scales = side.window(scales, dim) if side.kind == "aligned" and side.block != -1 else scales
@@ -379,7 +379,7 @@ def _quantize_stack(
 def _for_matrices(part: Plain, quantizer: Quantizer) -> Quantizer:
     """Return the quantizer to use for each matrix of the stack ``part``.
 
-    `TwoLevelScaling` packs two codes a byte, if the matrices' sizes allow; others are replaced by their unpacked form.
+    `TwoLevelScaling` packs two codes a byte, if the matrices' sizes allow; another quantizer that packs is unpacked.
     """
     if _takes_all_matrices(quantizer):
         return quantizer.for_shape(part.local.shape[1:])

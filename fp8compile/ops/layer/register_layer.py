@@ -54,7 +54,7 @@ class LayerOp(PlacedOp):
     """One op of a layer: its arguments, and the function of `output_and_gradients` that computes it.
 
     Attributes:
-        kind: Which op this is, a key of ``TENSORS``: ``"output"``, ``"grad_input"``, ``"grad_weight"`` and others.
+        kind: Which op this is, a key of ``TENSORS``, such as ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
     """
 
     kind: str

@@ -85,9 +85,9 @@ def every_row(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtyp
 
 
 def _tokens_of_groups(operand: Quantized, offsets: Tensor) -> Iterator[Quantized]:
-    """Yield each group's part of an operand with transposed codes, as a matrix (tokens, features).
+    """Yield each group's part of an operand with transposed codes, turned back to a matrix (tokens, features).
 
-    ``offsets`` are the ends of the groups among the rows before transposing.
+    ``offsets`` are the ends of the groups among the tokens.
     """
     block, outer = operand.quantizer.block[0], _outer_scales(operand, len(offsets))
     for group, (_, columns) in enumerate(spans(offsets, alignment(operand.quantizer))):

@@ -1,9 +1,9 @@
 """Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales of 32 values along k.
 
-Scales are in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins with a new tile:
+Scales are in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins a new tile:
 
-    rows, left operand    rows of each group begin at a multiple of 128
-    outer, both           blocks of 32 tokens of each group begin at a multiple of 4; tiles of a group are contiguous
+    `rows`, left operand     each group's rows begin at a multiple of 128
+    `outer`, both operands   each group's blocks of 32 tokens begin at a multiple of 4 blocks; its tiles are contiguous
 
 Source: PyTorch's checks in `_scaled_grouped_mm` (aten/src/ATen/native/cuda/GroupedBlas.cpp).
 """
@@ -35,7 +35,7 @@ def _lacks(problem: GemmProblem) -> str | None:
 
 
 def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
-    """Put scales of R rows in groups, (R, blocks), into 128 x 4 tiles; each group begins with a new tile.
+    """Put scales of R rows in groups, (R, blocks), into 128 x 4 tiles; each group begins a new tile.
 
     ``offsets`` are the ends of the groups.
     """
@@ -46,13 +46,13 @@ def row_scales(scale: Tensor, offsets: Tensor) -> Tensor:
 
 
 def matrix_scales(matrices: Quantized) -> Tensor:
-    """Put scales of groups' matrices into 128 x 4 tiles; 32 x 32 blocks repeat a scale for their rows."""
+    """Put scales of stacked matrices into 128 x 4 tiles; the scale of a 32 x 32 block is repeated for its rows."""
     scale = for_each_row(matrices.scale, matrices.quantizer.block[0], matrices.codes.shape[1])
     return tiled(scale).flatten(1).view(torch.float8_e8m0fnu)
 
 
 def token_scales(scale: Tensor, ends: Tensor) -> Tensor:
-    """Put scales along tokens, (C / 32, features), into 128 x 4 tiles; each group begins with a new tile.
+    """Put scales along tokens, (C / 32, features), into 128 x 4 tiles; each group begins a new tile.
 
     C is the number of columns of the transposed codes, and ``ends`` are the ends of the groups among these columns.
     """

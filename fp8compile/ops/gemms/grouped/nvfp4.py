@@ -56,7 +56,7 @@ def _codes_of_matrices(operand: Quantized) -> Tensor:
 
 
 def _scales_of_matrices(operand: Quantized) -> Tensor:
-    """Put scales of E matrices into 128 x 4 tiles, (E, bytes); 16 x 16 blocks repeat scales for rows."""
+    """Put scales of E matrices into 128 x 4 tiles, (E, bytes); a 16 x 16 block's scale is repeated for its rows."""
     return tiled(for_each_row(operand.scale, operand.quantizer.block[0], operand.codes.shape[1])).flatten(1)
 
 

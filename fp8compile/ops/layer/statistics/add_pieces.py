@@ -83,7 +83,7 @@ def rows_of(
 
     Args:
         found: Partial counts by field; two fields may share them.
-        slots: The fields, such as ``"weight"``. A field without partial counts counts as an operand without elements.
+        slots: The fields, such as ``"weight"``. A field without partial counts gets the totals of no elements.
         counts: Two ints: the number of sums, and of maxima.
         matrices: Number E of stacked matrices, or of groups; 1 for one matrix.
         like: A tensor on the device.
@@ -129,7 +129,7 @@ def _fours(numbers: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _by_matrix(numbers: Tensor, group: Tensor | None, matrices: int, neutral: float) -> Tensor:
-    """Convert numbers to float64; with groups, to a row for each group, with ``neutral`` for rows of other groups."""
+    """Convert numbers to float64; with groups, to (groups, numbers), where numbers of other groups are ``neutral``."""
     numbers = numbers.double()
     if group is None:
         return numbers

@@ -4,9 +4,9 @@ x is an element as it was cast, c its code, s its scale (times the outer scale),
 the step below F, n the number of elements of the whole tensor.
 
     amax            max |x|; NaN if an element is NaN
-    underflow       the part of all elements with c = 0 and x != 0
-    saturation      the part with |x| > (F + u / 2) s and s > 0: a wider format would have rounded to more than F
-    subnormal       the part with 0 < |c| < the smallest normal number
+    underflow       the fraction of all elements with c = 0 and x != 0
+    saturation      the fraction with |x| > (F + u / 2) s and s > 0: a wider format would have rounded to more than F
+    subnormal       the fraction with 0 < |c| < the smallest normal number
     nonfinite       the number of NaN and infinities
     scale_min       smallest and largest scale
     scale_max
@@ -16,8 +16,8 @@ the step below F, n the number of elements of the whole tensor.
     range           log2 amax - log2 of the smallest |x| that is not 0
     exponents       how many codes have each exponent field, a list of 32; elements that are NaN are left out
 
-A total is a sum or a maximum of one number for each element. The graph combines this rank's elements, a buffer
-combines several backwards, and reading the total combines ranks. A statistic is computed from one or more totals.
+A total is a sum or a maximum of one number for each element. A graph computes it for this rank's elements, a layer's
+buffers combine several backwards, and a reading combines ranks. A statistic is computed from one or more totals.
 """
 
 from __future__ import annotations
@@ -243,30 +243,29 @@ def register_statistic(
 
 
 def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
-    """Return the names of the totals that these statistics need, as a string that ops take.
+    """Return the names of the totals that these statistics need, as one string, which ops take as a constant.
 
-    The string is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if only fields ``slots`` of a recipe
-    count.
+    The string is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if only these ``slots`` of a recipe count.
     """
     names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
     return names if slots is None else f"{names}@{','.join(slots)}"
 
 
 def counts_slot(totals: str, slot: str) -> bool:
-    """Whether ``totals``, a string from `totals_of`, counts the recipe's field ``slot``."""
+    """Whether ``totals``, such as ``"amax,underflow@input,weight"``, counts the recipe's field ``slot``."""
     _, restricted, slots = totals.partition("@")
     return not restricted or slot in slots.split(",")
 
 
 @cache
 def columns_of(totals: str) -> tuple[tuple[Total, ...], tuple[Total, ...]]:
-    """Return the totals that the columns of a buffer hold, in order: sums after `FIRST_SUMS`, then maxima."""
+    """Return the totals of a string such as ``"amax,underflow"``, in the order of columns: sums, then maxima."""
     found = [TOTALS[name] for name in totals.partition("@")[0].split(",") if name]
     return tuple(t for t in found if t.combine == "sum"), tuple(t for t in found if t.combine == "max")
 
 
 def names_of_columns(totals: str) -> list[str]:
-    """Return the names of a buffer's columns: sums, then maxima; ``totals`` is a string from `totals_of`."""
+    """Return the column names of an `Observer`'s ``sums``, then ``maxima``, for ``totals`` like ``"amax,scale"``."""
     return [*FIRST_SUMS, *(total.name for each in columns_of(totals) for total in each)]
 
 

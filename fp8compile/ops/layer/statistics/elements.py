@@ -83,22 +83,22 @@ class Elements:
     lanes: tuple[Elements, ...] = ()
 
     def once(self, compute: Callable[[Elements], Tensor]) -> Tensor:
-        """Return ``compute`` of these elements, cached because several statistics need it."""
+        """Return ``compute(self)``; the result is cached, because several statistics need it."""
         known: dict[Any, Tensor] = self.__dict__.setdefault("_known", {})
         if compute not in known:
             known[compute] = compute(self)
         return known[compute]
 
     def decoded(self) -> Tensor:
-        """The numbers that the codes stand for before they are multiplied by scales, float32."""
+        """Return the numbers that the codes stand for before they are multiplied by scales, float32."""
         return self.once(_decoded)
 
     def magnitude(self) -> Tensor:
-        """The magnitudes of ``values``, computed once."""
+        """Return the magnitudes of ``values``, computed once."""
         return self.once(_magnitude)
 
     def dequantized(self) -> Tensor:
-        """The values that the GEMM multiplies: codes times scales, float32."""
+        """Return the values that the GEMM multiplies: codes times scales, float32."""
         return self.decoded() * self.scale
 
 

@@ -6,8 +6,8 @@
                                                                  backward; then adds all totals to a buffer
 
 In a graph, these ops ask for the codes that the GEMMs read; equal nodes are merged, and counting fuses with the cast.
-The pass that casts also counts, because the other pass would read the tensor again. In eager mode codes are made a
-second time, in the forward. The backward writes the buffer once, even if checkpointing repeats the forward.
+Of forward and backward, the one that casts also counts; the other would read the tensor again. In eager mode codes
+are made a second time, in the forward. The backward writes the buffer once, even if checkpointing repeats the forward.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Observer(NamedTuple):
         sums: (slots, sums, E) float64, with `FIRST_SUMS` before the totals that are sums; E is the number of matrices
             or groups.
         maxima: (slots, maxima, E) float32.
-        totals: Names of the totals, as `totals_of` returns them.
+        totals: Names of the totals, such as ``"amax,underflow"`` (`totals_of`).
         first: Index of this rank's first matrix among the E matrices.
-        recipe: The recipe whose quantizers are observed; None for the layer's.
+        recipe: The recipe whose quantizers are observed; None for the layer's recipe.
     """
 
     sums: Tensor
@@ -64,8 +64,8 @@ class Observer(NamedTuple):
     def empty(cls, totals: str, matrices: int, device: torch.device, recipe: Recipe | None = None) -> Observer:
         """Make buffers for totals before anything is observed: sums are 0, maxima are -inf.
 
-        ``totals`` are names from `totals_of`, ``matrices`` is the number of matrices or groups. ``recipe`` is the
-        recipe to observe; None for the layer's.
+        ``totals`` has names, such as ``"amax,underflow"`` (`totals_of`); ``matrices`` is the number of matrices or
+        groups. ``recipe`` is the recipe to observe; None for the layer's recipe.
         """
         sums, maxima = columns_of(totals)
         shape = len(SLOTS), len(FIRST_SUMS) + len(sums), matrices
@@ -105,15 +105,15 @@ class ObserveOp(PlacedOp):
     gradient: bool
 
     def tensors(self) -> dict[str, Any]:
-        """Names and annotations of the tensor arguments in the op's schema, in order."""
+        """Return names and annotations of the tensor arguments in the op's schema, in order."""
         return super().tensors() | (dict.fromkeys(("x", "weight"), Tensor | None) if self.gradient else {})
 
     def constants(self) -> dict[str, Any]:
-        """Names and types of the op's arguments that are no tensors, in the order of its schema."""
+        """Return names and types of the op's arguments that are no tensors, in the order of its schema."""
         return {"first": int, "later": bool, "totals": str, "recipe": Recipe}
 
     def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:
-        """Whether this op, and not the layer's other one, counts the codes of a field of the recipe.
+        """Whether this op, and not the layer's other op that observes, counts the codes of a field of the recipe.
 
         Args:
             slot: The field, such as ``"weight"``.

@@ -1,4 +1,4 @@
-"""Partial counts ("pieces") of what the casts of a layer's tensors do; `add_pieces` sums them to totals."""
+"""Partial sums and maxima ("pieces") of the casts of a layer's tensors; `add_pieces` combines them to totals."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class _Cast:
 def counted(
     tensors: Mapping[str, Seen], operands: Operands, names: str, is_here: IsHere, first: int = 0
 ) -> dict[str, Pieces | None]:
-    """Count what the casts of a layer's tensors do; returns partial counts by field of the recipe.
+    """Compute partial sums and maxima of the casts of a layer's tensors, by field of the recipe.
 
     Args:
         tensors: The tensors, by their keys in ``TENSORS``.
         operands: Makes codes that do not exist yet.
-        names: Names of the totals, as `totals_of` returns them.
+        names: Names of the totals, such as ``"amax,underflow"`` (`totals_of`).
         is_here: Function (field, codes): whether this op, and not the layer's other op, counts the codes of a field.
             It is called twice: first with codes None, before they are made.
         first: Index of this rank's first matrix among the matrices of all ranks.
@@ -106,7 +106,7 @@ def counted(
 
 
 def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, str]) -> bool:
-    """Whether one cast of a tensor counts totals of magnitudes for both casts, which read the same values."""
+    """Whether one cast of a tensor counts totals of magnitudes for both casts, because both read the same values."""
     if seen.part is None or slots[1] not in FOR_GRADIENTS:
         return False
     own, other = (getattr(recipe, slot) if counts_slot(names, slot) else None for slot in slots)
@@ -156,7 +156,7 @@ def _of_slot(
 
 
 def _of_counts(found: Any, part: Plain, layout: TensorLayout, names: str, *, counts: bool, first: int) -> Pieces:
-    """Make partial counts of the statistics that a casting kernel returned together with the codes ``found``."""
+    """Make `Pieces` from the statistics that a casting kernel returned together with codes, ``found.counts``."""
     sums, maxima = columns_of(names)
     local, ends, matrices = part.local, layout.ends, 1
     numel: Tensor | int = local.shape[layout.batch :].numel()
@@ -212,7 +212,7 @@ def _sum(total: Total, elements: Elements) -> Piece:
 
 
 def _largest(total: Total, cast: _Cast) -> Piece | None:
-    """Return the partial maxima of a total; those of magnitudes are converted to ``cast.dtype``.
+    """Return the partial maxima of a total; maxima of magnitudes are converted to ``cast.dtype``.
 
     None if the total is of magnitudes, and another cast counts them.
     """
