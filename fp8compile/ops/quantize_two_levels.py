@@ -15,7 +15,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fp8compile import _compat, inductor
+from fp8compile.formats import unpack
 from fp8compile.kernels.programs import packed_programs
+from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.ops.counting_kernels import counts_of, counts_of_steps, empty_counts
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
@@ -32,6 +34,7 @@ __all__ = [
     "quantize_two_levels_counted",
 ]
 
+Cast = tuple[Tensor, Tensor, Tensor]  # codes, scales of blocks, outer scale
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -60,7 +63,7 @@ def _empty_outputs(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quant
     )
 
 
-def by_outer_amax(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+def by_outer_amax(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> Cast:
     """Quantize a matrix by a known outer amax; return codes, scales of blocks and the outer scale.
 
     ``outer_amax`` is the amax of the whole matrix after the quantizer's transform, (1,) float32.
@@ -70,16 +73,17 @@ def by_outer_amax(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[
     return quantizer.cast(x, quantizer.block_multiplier(scale, outer)), scale, outer
 
 
-def _direction(x: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale, outer = by_outer_amax(x, outer_amax, quantizer)
-    along_rows = scale if quantizer.block[0] == 1 else scale.t()
-    return codes, tiled(along_rows).reshape(-1), outer
+def _laid_out(found: Cast, quantizer: Quantizer) -> Cast:
+    """Return codes, scales in tiles and the outer scale of a cast, in the layout of the op's results."""
+    codes, scale, outer = found
+    if quantizer.block[0] == 1:
+        return codes.contiguous(), tiled(scale).reshape(-1), outer
+    return codes.t().contiguous().t(), tiled(scale.t()).reshape(-1), outer
 
 
 def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
-    codes, scale, outer = _direction(x, row_amax, rows)
-    column_codes, column_scale, column_outer = _direction(x, column_amax, columns)
-    return codes.contiguous(), scale, outer, column_codes.t().contiguous().t(), column_scale, column_outer
+    along_rows, along_columns = by_outer_amax(x, row_amax, rows), by_outer_amax(x, column_amax, columns)
+    return *_laid_out(along_rows, rows), *_laid_out(along_columns, columns)
 
 
 def _launch(
@@ -123,21 +127,25 @@ def _counted_fake(
     return *_empty_outputs(x, row_amax, column_amax, rows, columns), empty_counts(x, 2, _programs(x))
 
 
-def counts_of_direction(x: Tensor, outer_amax: Tensor, quantizer: Any) -> Tensor:
-    """Cast ``x`` by a known outer amax; return the cast's amax (as bits), underflows and saturations, (3,) int32."""
-    own = quantizer.unpacked()
-    codes, scale, outer = by_outer_amax(x, outer_amax, own)
-    values = random_hadamard(x.float(), 0, own.transform()) if own.transform() else x
-    scales = expand_blocks(own.scale_values(scale), codes.shape, own.block)
-    return counts_of(values, codes, scales * outer, own.element_format())
+def counts_of_direction(x: Tensor, found: Cast, quantizer: Any) -> Tensor:
+    """Return the amax (as bits), underflows and saturations of a cast of ``x``, (3,) int32.
+
+    ``found`` is the result of `by_outer_amax` with ``quantizer``.
+    """
+    codes, scale, outer = found
+    if (dim := packed_dim(quantizer)) is not None:
+        codes = unpack(codes, dim)
+    values = random_hadamard(x.float(), 0, quantizer.transform()) if quantizer.transform() else x
+    scales = expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
+    return counts_of(values, codes, scales * outer, quantizer.element_format())
 
 
 def _counted_steps(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    each = (row_amax, rows), (column_amax, columns)
-    counts = counts_of_steps([counts_of_direction(x, *own) for own in each], _programs(x))
-    return *_step_by_step(x, row_amax, column_amax, rows, columns), counts
+    along_rows, along_columns = by_outer_amax(x, row_amax, rows), by_outer_amax(x, column_amax, columns)
+    each = counts_of_direction(x, along_rows, rows), counts_of_direction(x, along_columns, columns)
+    return *_laid_out(along_rows, rows), *_laid_out(along_columns, columns), counts_of_steps(each, _programs(x))
 
 
 def _counted_kernel(

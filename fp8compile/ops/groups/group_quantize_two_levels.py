@@ -169,8 +169,8 @@ def _counts(
         filled = pad(tokens, (0, 0, 0, -len(tokens) % GROUP)) if columns.transform() else tokens
         for direction, (values, quantizer) in enumerate(((tokens, rows), (filled, columns))):
             if directions in ("both", ("rows", "tokens")[direction]):
-                outer_amax = amaxes[direction, group : group + 1]
-                counts[direction, :, group] = counts_of_direction(values, outer_amax, quantizer)
+                found = _quantized(values, amaxes[direction, group : group + 1], quantizer)
+                counts[direction, :, group] = counts_of_direction(values, found, quantizer.unpacked() or quantizer)
     return counts
 
 
