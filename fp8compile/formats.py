@@ -93,7 +93,7 @@ class Float8Format:
         return self._saturated(values).to(self.dtype).view(torch.uint8)
 
     def _saturated(self, values: Tensor) -> Tensor:
-        """Clamp values to the format's range; on GPUs whose float8 cast truncates, also round to odd."""
+        """Clamp values to the format's range; then round to odd on GPUs that cast to float8 by way of float16."""
         saturated = values.clamp(-self.max, self.max)
         if target_of(values.device).capability == CASTS_BY_FLOAT16:
             return _to_odd(saturated)

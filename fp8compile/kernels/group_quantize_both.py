@@ -96,12 +96,15 @@ def groups_both_directions(
     *,
     counts: bool = False,
 ) -> TileLaunch:
-    """Return the launch of `groups_both_kernel`; call it with ``x``, ``offsets`` and four contiguous outputs.
+    """Return the launch of the kernel that quantizes ``x``, (R, K), in groups of rows (tokens), in both directions.
 
-    The outputs are codes (R, K) and scales (ceil(K / n), R) along rows of ``x``, (R, K), then codes (K, C) and scales
-    (C / n, K) along tokens. C, the number of columns after padding, is ``length``. Blocks are (1, n) and (n, 1), n a
-    divisor of 128. Groups begin at multiples of ``align`` columns, a divisor of 128 and a multiple of n. With
-    ``counts``, a fifth output, zeros before the launch, receives the groups' statistics
+    Call it with ``x``, ``offsets`` and four contiguous outputs, n a divisor of 128:
+
+        along rows      codes (R, K), scales (ceil(K / n), R)    blocks (1, n)
+        along tokens    codes (K, C), scales (C / n, K)          blocks (n, 1)
+
+    Each group's columns begin at a multiple of ``align``, a divisor of 128 and a multiple of n; C = ``length`` counts
+    the padding too. With ``counts``, a fifth output, zeros before the launch, receives the groups' statistics
     (`fp8compile.ops.counting_kernels`).
     """
     (size, k), groups = x.shape, offsets.shape[0]

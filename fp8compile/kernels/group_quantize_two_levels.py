@@ -147,10 +147,10 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of sixteen tokens; return codes and scales, and store both transposed.
+    """Quantize a tile in blocks of sixteen tokens; store codes and scales transposed, and also return them.
 
-    The tile's group begins at tile ``first`` and has ``size`` tokens, -1 for none. Blocks with ``is_block`` False
-    become 0.
+    The tile's group begins at tile ``first`` and has ``size`` tokens; ``size`` is -1 if the tile is in no group. Codes
+    and scales are 0 where ``is_block`` is False.
     """
     BLOCKS: tl.constexpr = TILE // SIXTEEN
     packed, scale = _packed_columns(

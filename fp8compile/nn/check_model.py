@@ -1,4 +1,4 @@
-"""The type of a ``model`` argument that a function changes in place and returns, and its check."""
+"""Type variable and check for the ``model`` argument of functions that change a model and return it."""
 
 from __future__ import annotations
 

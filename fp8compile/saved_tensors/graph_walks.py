@@ -64,7 +64,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_region(node: fx.Node) -> bool:
-    """Whether a node calls the graph of a compiled region."""
+    """Whether a node is an ``invoke_subgraph``, the call of a separately compiled region."""
     return node.target is torch.ops.higher_order.invoke_subgraph
 
 
