@@ -1,7 +1,7 @@
-"""Kernel that reads each matrix once, by 128 x 128 tiles, and makes codes along rows and columns.
+"""Kernel that reads each matrix once, in tiles, and quantizes it twice: in blocks along rows and along columns.
 
-Codes and scales have the bits of `CurrentScaling`. The amax is the maximum of the magnitudes' int32 bits, because
-`tl.max` drops a NaN of floats; as bits, NaN is the largest.
+Codes and scales have the bits of `CurrentScaling`. An amax is computed from the int32 bits of magnitudes, among which
+NaN is the largest; `tl.max` of floats would ignore a NaN.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def _float(bits):
 
 @triton.jit
 def _power(byte):
-    """Compute 2**(byte - 127) as float32 from E8M0 bytes, int32 from 0 to 254; subnormal for byte 0."""
+    """Decode E8M0 bytes (int32, 0 to 254) to float32: 2**(byte - 127), which is subnormal for byte 0."""
     return _float(tl.where(byte == 0, HALF, byte << MANTISSA_BITS))
 
 
 @triton.jit
 def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.constexpr, EPS: tl.constexpr):
-    """Compute blocks' multipliers (1 / scale) and stored scales from amaxes (int32 bits), as `scale_rules.py` does."""
+    """Compute multipliers (1 / scale) and stored scales from blocks' amaxes (int32 bits), as `scale_rules.py` does."""
     amax = _float(amax_bits)
     is_finite = amax_bits < EXPONENT_MASK
     floored = amax.to(tl.float64)
@@ -92,9 +92,9 @@ def _scales(amax_bits, MAX: tl.constexpr, MAX_EXPONENT: tl.constexpr, RULE: tl.c
 
 @triton.jit
 def _to_odd(values):
-    """Round float32 values to 7 mantissa bits, to odd: a dropped 1 bit sets the last kept bit.
+    """Round float32 values to 7 mantissa bits, to odd: if a dropped bit is 1, the last kept bit becomes 1.
 
-    Rounding the result to float8 gives the same code as one rounding of the value; see `fp8compile.formats`.
+    Rounding the result to float8 gives the same code as rounding the value itself; see `fp8compile.formats`.
     """
     bits = values.to(tl.int32, bitcast=True)
     sticky = ((bits & 0xFFFF) + 0xFFFF) & 0x10000
@@ -104,7 +104,7 @@ def _to_odd(values):
 def _rounds_once(_semantic: Any = None) -> Any:
     """Whether the target GPU converts float32 to float8 with one rounding: NVIDIA from sm_90 on.
 
-    The options of Triton's compiler (``_semantic``) know the GPU without CUDA, which a forked process must not use.
+    Read from the options of Triton's compiler (``_semantic``), because a forked process must not ask CUDA.
     """
     if _semantic is None:  # the interpreter has no compiler
         return cuda_capability_geq(9)
@@ -151,7 +151,7 @@ def _underflow(magnitude, codes):
 
 @triton.jit
 def _saturation(magnitude, scale, IS_E4M3: tl.constexpr, RULE: tl.constexpr):
-    """Count the values that saturate; ``scale`` broadcasts against the values."""
+    """Count the values beyond the largest code by more than half a step; only the rule FLOOR allows any."""
     if RULE == FLOOR:
         beyond = is_beyond(magnitude, _value_of_scale(scale, RULE), LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2)
         return tl.sum(beyond.to(tl.int32))
@@ -169,8 +169,8 @@ def both_kernel(
 ):  # fmt: skip
     """Quantize one tile of a matrix along rows and along columns; elements beyond M and K count as 0.
 
-    A tile is computed in strips of STRIP columns, which limits the number of registers. Either TILE is STRIP, or TILE
-    is BLOCK. If R_RULE is None, only codes along columns are made.
+    A tile is computed in strips of STRIP columns, which limits the number of registers. TILE equals STRIP or BLOCK.
+    If R_RULE is None, the tile is quantized along columns only.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     before = tl.program_id(2).to(tl.int64) * M  # number of rows in the matrices before this one
@@ -242,12 +242,12 @@ BOTH_COUNTED = replace(BOTH, outputs=(*BOTH.outputs, COUNTS))
 
 
 def constants(rows: CurrentScaling | None, columns: CurrentScaling) -> dict[str, object]:
-    """Return the compile-time constants of kernels that quantize a tile along rows (if given) and along columns."""
+    """Return a kernel's compile-time constants for a tile quantized along columns and, unless None, along rows."""
     return {"TILE": TILE, "BLOCK": columns.block[0], **_of_direction("R", rows), **_of_direction("C", columns)}
 
 
 def of_one_matrix(rows: CurrentScaling | None, columns: CurrentScaling) -> dict[str, object]:
-    """Return the compile-time constants of `both_kernel` for a contiguous matrix in memory."""
+    """Return the compile-time constants of `both_kernel` for contiguous input, one matrix or several stacked."""
     return {"STRIP": TILE, "stride_k": 1, **constants(rows, columns)}
 
 
@@ -288,7 +288,7 @@ def both_directions(
 def along_columns(
     x: Tensor, quantizer: CurrentScaling, outputs: tuple[Tensor, Tensor], counts: Tensor | None = None
 ) -> None:
-    """Launch the kernel that quantizes along columns alone.
+    """Launch `both_kernel` to quantize along columns only.
 
     Args:
         x: (M, K), or stacked matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.
@@ -304,12 +304,12 @@ def along_columns(
 def tiles_of_several(
     shape: Sequence[int], pairs: Sequence[tuple[CurrentScaling | None, CurrentScaling]], *, counts: bool
 ) -> TileLaunch:
-    """Return the launch of `both_kernel` for a template that computes and quantizes tiles of several matrices.
+    """Return the launch of `both_kernel` for generated code that computes and quantizes several matrices by tiles.
 
     Args:
         shape: Rows and columns of each matrix.
         pairs: For each matrix the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
-            of 128. None along rows makes codes along columns only; the first matrix has both.
+            of 128. With None along rows, a matrix gets codes along columns only; the first matrix has both quantizers.
         counts: Whether each matrix has statistics (`fp8compile.ops.counting_kernels`) as its last result.
     """
     (m, k), block = shape, pairs[0][1].block[0]

@@ -1,6 +1,6 @@
-"""Statistics of codes that kernels make, for `fp8compile.Monitor`: three numbers for each program or group.
+"""Statistics of codes that kernels make, for `fp8compile.Monitor`: three numbers per Triton program or group of rows.
 
-    amax          largest magnitude, as the bits of a float32, whose order is that of magnitudes
+    amax          largest magnitude, as float32 bits, which sort like magnitudes
     underflow     number of elements that are not 0 and have the code 0
     saturation    number of elements beyond the largest code by more than half a step
 
@@ -30,9 +30,9 @@ def is_beyond(magnitude, scale, LIMIT: tl.constexpr):
 
 @triton.jit
 def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturation):
-    """Store this program's amax, underflows and saturations in ``counts_ptr``, (directions, 3, programs).
+    """Store this Triton program's amax, underflows and saturations in ``counts_ptr``, (directions, 3, programs).
 
-    ``direction`` is an index into the first dim.
+    ``direction`` is the index in the first dim.
     """
     columns, planes = tl.num_programs(1), tl.num_programs(2)
     program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * columns + tl.program_id(1)
@@ -45,10 +45,9 @@ def store_counts(counts_ptr, direction: tl.constexpr, amax, underflow, saturatio
 
 @triton.jit
 def add_counts(counts_ptr, direction: tl.constexpr, group, E, amax, underflow, saturation, is_group):
-    """Add a program's statistics to the numbers of E groups at ``counts_ptr``, (directions, 3, E) int64.
+    """Update the amaxes and add to the counts of groups in ``counts_ptr``, (directions, 3, E) int64, atomically.
 
-    ``group`` has indices of groups, masked by ``is_group``; ``direction`` is an index into the first dim. Amaxes
-    combine by maximum.
+    ``direction`` is the index in the first dim, and ``group`` the indices in the last dim, masked by ``is_group``.
     """
     at = counts_ptr + 3 * direction * E + group
     tl.atomic_max(at, amax.to(tl.int64), is_group, sem="relaxed")

@@ -92,9 +92,9 @@ def amax_kernel(
 
 @triton.jit
 def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
-    """Return the group of each of UNITS runs of ALIGN transposed columns from ``first`` on; E after the last group.
+    """Return the group of each run of ALIGN transposed columns, UNITS runs from column ``first`` on; E for no group.
 
-    Also returns, for each run, the row of x for the run's first column, and the row where the group ends.
+    For each run, also return the row of x that its first column holds, and the row at which its group ends.
     """
     unit = first + tl.arange(0, UNITS) * ALIGN
     group, padding, columns = tl.zeros((UNITS,), tl.int32), tl.zeros((UNITS,), tl.int32), 0
@@ -111,7 +111,7 @@ def _units(offsets_ptr, first, E, ALIGN: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit
 def _rows(row, end, R, ALIGN: tl.constexpr, TILE: tl.constexpr):
-    """Return each column's row of x, and a mask, False for padding; ``row`` and ``end`` come from `_units`."""
+    """Return the row of x for each transposed column, and a mask, False for padding, from two results of `_units`."""
     m = row[:, None] + tl.arange(0, ALIGN)[None, :]
     is_row = tl.reshape((m < end[:, None]) & (m < R), (TILE, 1))
     return tl.reshape(m, (TILE, 1)).to(tl.int64), is_row
@@ -129,10 +129,10 @@ def _count_units(
     counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
     UNITS: tl.constexpr, IS_E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile's statistics (amax, underflows, saturations) to the statistics of the tile's groups.
+    """Update the statistics (amax, underflows, saturations) of groups with those of a tile's codes.
 
-    The tile has UNITS runs of columns; ``group`` is E for a run without a group. ``magnitude`` has int32 bits,
-    ``scale`` a float32 scale for each code.
+    The tile has UNITS runs of columns; ``group`` has the group of each run, or E for none. ``magnitude`` has the
+    values' int32 bits, ``scale`` a float32 scale for each code.
     """
     split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
     magnitude = tl.where(is_token, magnitude, 0)
@@ -144,7 +144,7 @@ def _count_units(
 
 @triton.jit
 def _scale_of(multiplier, RULE: tl.constexpr):
-    """Compute as float32 the scale that is stored for a multiplier; RULE is the number of the scale rule."""
+    """Return the scale that belongs to a multiplier (1 / scale), as float32; RULE is the scale rule's number."""
     if RULE == RCEIL or RULE == FLOOR:
         return _power(254 - (multiplier.to(tl.int32, bitcast=True) >> MANTISSA_BITS))
     return (tl.full(multiplier.shape, 1.0, tl.float64) / multiplier.to(tl.float64)).to(tl.float32)
@@ -157,7 +157,7 @@ def cast_kernel(
     TILE: tl.constexpr, ALIGN: tl.constexpr,
     Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, counts_ptr=None,
 ):  # fmt: skip
-    """Cast one tile of ``x``, (R, K), by its groups' multipliers (1 / scale) to transposed codes (K, C).
+    """Cast one tile of ``x``, (R, K), with the multipliers (1 / scale) of its groups, to transposed codes (K, C).
 
     C is the number of columns after padding each group to a multiple of ALIGN. Constants Q_* describe the quantizer.
     """

@@ -1,6 +1,6 @@
-"""Kernel that reads groups of rows once: makes codes of each row, and each group's amax of each column.
+"""Kernel that reads groups of rows once: quantizes each row, and computes each column's amax in each group.
 
-A program quantizes its rows in batches, and keeps the largest magnitude of each column in registers.
+A Triton program quantizes its rows in batches, and keeps the largest magnitude of each column in registers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _counts_of_rows(
     x, codes,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Return the underflows and the saturations in each column of rows ``x``, two int32 (1, columns)."""
+    """Count underflows and saturations in each column of rows ``x``; return two int32 tensors (1, columns)."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     _, scale = _scales(tl.max(magnitude, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
     beyond = is_beyond(magnitude, _value_of_scale(scale, R_RULE), LIMIT_E4M3 if R_E4M3 else LIMIT_E5M2)
@@ -45,9 +45,9 @@ def group_rows_kernel(
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
     counts_ptr=None,
 ):  # fmt: skip
-    """Quantize ROWS whole rows of ``x``, (R, K), and update the amax of each column of each of E groups.
+    """Quantize ROWS whole rows of ``x``, (R, K), and update each column's amax in the groups of these rows.
 
-    Rows after the last group are in no amax. Each batch has BATCH rows; WIDTH is K rounded up to a power of two.
+    Rows after the last group change no amax. Each batch has BATCH rows; WIDTH is K rounded up to a power of two.
     """
     k = tl.arange(0, WIDTH)[None, :]
     first = tl.program_id(0) * ROWS
@@ -97,7 +97,7 @@ def rows_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, *, cou
     """Return the launch of `group_rows_kernel`; call it with ``x``, ``offsets`` and three contiguous outputs.
 
     ``x`` is (R, K), with any strides and no size 0, in E groups of rows; the quantizer's block is (1, -1). The outputs
-    are codes (R, K) uint8, their scales (R, 1), and the amax of each column of each group, (E, K) float32. With
+    are codes (R, K) uint8, their scales (R, 1), and each group's amax in each column, (E, K) float32. With
     ``counts``, a fourth output receives the groups' statistics (`fp8compile.ops.counting_kernels`). Amaxes and
     statistics must be zeros before the launch.
     """

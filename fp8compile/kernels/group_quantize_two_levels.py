@@ -1,11 +1,11 @@
 """Kernels that make four-bit codes of groups of tokens along rows and along tokens.
 
-    amaxes    tile of 64 tokens x 128 --atomic maxima--> two amaxes of each group: of values, and of Hadamard sums
-    codes     the same tile, with the amaxes of its group --> codes and scales along rows and along tokens
+    amaxes_kernel    64 tokens x 128 --atomic maxima--> two amaxes of each group: of values, and of Hadamard sums
+    codes_kernel     the same tile, with the amaxes of its group --> codes and scales along rows and along tokens
 
 Transposed codes have a column for each token; each tile of 128 columns belongs to one group
-(`fp8compile.ops.groups.four_bit_tiles`). Padding, and codes of rows after the last group, are zeros. Codes and scales
-have the bits that `TwoLevelScaling` makes of each group alone.
+(`fp8compile.ops.groups.four_bit_tiles`). Padding, and codes of rows after the last group, are zeros. Each group has
+the bits that `TwoLevelScaling` makes of it alone, unless a GPU's own instruction rounds (`stochastic_cvt.py`).
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
 
 @triton.jit
 def _tiles(size, e, E):
-    """Return the number of 128-column tiles of groups ``e`` with ``size`` tokens, at least 1; 0 from ``e`` = E on."""
+    """Return how many 128-column tiles each group ``e``, of ``size`` tokens, has: at least 1, but 0 if e >= E."""
     return tl.where(e < E, tl.maximum(tl.cdiv(size, TILE), 1), 0)
 
 
 @triton.jit
 def _group_of(offsets_ptr, tile, E):
-    """Return a tile's group (E for none), the group's first tile and row, and how many earlier groups are empty."""
+    """Return a tile's group (E for none), this group's first tile and row, and how many earlier groups are empty."""
     group, first, start, empty, tiles = 0, 0, 0, 0, 0
     for first_e in range(0, E, SEARCHED):
         e = first_e + tl.arange(0, SEARCHED)
@@ -88,7 +88,7 @@ def _end(offsets_ptr, group, R, E):
 
 @triton.jit
 def _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group):
-    """Load blocks of sixteen rows as sixteen float32 tensors, tensor i with row i of each block; 0 from ``end`` on."""
+    """Load blocks of sixteen rows as sixteen float32 tensors: tensor i has row i of each; 0 from row ``end`` on."""
     xs = ()
     for i in tl.static_range(SIXTEEN):
         m = row + i
@@ -107,7 +107,7 @@ def amaxes_kernel(
     """Update the amaxes of E groups, (2, E), with one tile of ``x``, (R, K), atomically.
 
     Row 0 has amaxes of values (if HAS_ROWS), row 1 amaxes of Hadamard sums along tokens (if HAS_COLUMNS). The tile has
-    GROUPS * 16 tokens and COLUMNS columns. C_NEGATIVE has the sums' signs.
+    GROUPS * 16 tokens and COLUMNS columns. Bit i of C_NEGATIVE is 1 if the transform's sign i is negative.
     """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
@@ -177,10 +177,10 @@ def _along_rows(
 ):  # fmt: skip
     """Quantize rows ``m`` in blocks of 16 of their K columns, and store codes and scales.
 
-    ``x`` has the values of columns ``k`` of these rows, ``outer`` the outer scale. Rows from ``end`` on are not
-    stored. ``is_group`` is False for a tile that is padding: its codes and scales are 0. ``inside`` has the rows'
-    positions in their group, ``scale_row`` where their scales are stored, and ``is_tile`` is whether they are. IS_TE
-    chooses TransformerEngine's rule of scales. Returns values, codes and scale of each block.
+    ``x`` has the values at rows ``m`` and columns ``k``, ``outer`` is from `_outer`. Rows from ``end`` on are not
+    stored. If ``is_group`` is False, the tile belongs to no group, and its codes and scales are 0. ``inside`` has the
+    rows' positions in their group, ``scale_row`` their rows among the scales, ``is_tile`` whether scales are stored.
+    Returns values, codes and scale of each block.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
@@ -211,7 +211,8 @@ def codes_kernel(
     """Quantize one tile of ``x``, (R, K), along rows (HAS_ROWS) and along tokens (HAS_COLUMNS).
 
     A tile has GROUPS * 16 tokens of one of E groups and COLUMNS columns; sixteen codes are one int64. C is the number
-    of columns of transposed codes. IS_TE chooses TransformerEngine's rule; R_* and C_* are for rows and tokens.
+    of columns of transposed codes. IS_TE chooses TransformerEngine's rule of scales; R_* and C_* describe the
+    quantizers along rows and along tokens.
     """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     tile = column // TILE
@@ -280,7 +281,7 @@ def code_constants(rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
     """Return the launch grid for a matrix (rows, columns) in groups: programs along tokens and along columns.
 
-    Along tokens there is one tile more than the codes have, for rows after the last group.
+    Along tokens, one tile more than the codes have covers rows after the last group.
     """
     tiles = rows // TILE_ROWS + groups + 1
     return tiles * (TILE_ROWS // (GROUPS * GROUP)), triton.cdiv(columns, COLUMNS)
@@ -300,7 +301,7 @@ AMAXES = TileKernel(
 def amaxes_of_groups(
     x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
 ) -> TileLaunch:
-    """Return the launch of `amaxes_kernel`, which computes the amaxes of E whole groups of rows.
+    """Return the launch of `amaxes_kernel`, which computes two amaxes of each of E groups of rows.
 
     Call the launch with ``x`` (no size 0), ``offsets`` and the result, (2, E) float32, which must be zeros before the
     launch. Row 0 is for codes along rows, row 1 for codes along tokens; without a quantizer the row stays zeros.

@@ -9,7 +9,7 @@ bits of precision. These short sums are added in float32, so the error does not 
 (DeepSeek-V3 technical report, arXiv:2412.19437, 3.3.2). Scales of blocks of 128 multiply each short sum; scales of
 rows multiply the whole sum, once.
 
-Only the device knows the sizes of the groups, so the grid of `rows` has enough programs for every split into groups.
+Only the device knows the sizes of groups, so the grid of `rows_kernel` has enough programs for any split into groups.
 This module needs Triton; `fp8compile.ops.groups.grouped_blockwise_mm` imports it for tensors on a GPU.
 """
 
@@ -36,10 +36,10 @@ def _summed(
 ):  # fmt: skip
     """Compute a scaled float32 tile of the product, in blocks of TILE along the summed dim, which is contiguous.
 
-    Pointers point to the first block: codes (TILE, TILE), scales (TILE,). The steps lead to the next block's scales.
-    With HAS_TILES, ``b`` has one scale for all columns of a block. With IS_WHOLE, a scale holds for the whole summed
-    dim and is applied once, after the sum; a sum of no elements is then 0 whatever the scales. If IS_EVEN is False,
-    the last block is masked.
+    Pointers point to the first block: codes (TILE, TILE), scales (TILE,). A step is the distance to the next block's
+    scales. With HAS_TILES, ``b`` has one scale for all columns of a block. With IS_WHOLE, a scale holds for the whole
+    summed dim and is applied once, after the sum; a sum of no elements is 0 for any scale. If IS_EVEN is False, the
+    last block is masked.
     """
     total = tl.zeros((TILE, TILE), tl.float32)
     k = tl.arange(0, TILE)
@@ -75,7 +75,7 @@ def rows_kernel(
     a_scale_stride_m, a_scale_stride_k, b_scale_stride_e, b_scale_stride_n, b_scale_stride_k,
     TILE: tl.constexpr, IS_EVEN: tl.constexpr, HAS_TILES: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of y, (R, N): rows of ``a``, (R, K), times their group's matrix of ``b``, (E, N, K).
+    """Compute a tile of y, (R, N): rows of ``a``, (R, K), times their group's transposed matrix in ``b``, (E, N, K).
 
     Rows after the last group get zeros. For IS_EVEN, HAS_TILES and IS_WHOLE see `_summed`.
     """
@@ -144,7 +144,7 @@ def tokens_kernel(
 
 
 def stages(target: Target) -> int:
-    """Return the number of pipeline stages that fit into the GPU's shared memory, at most 4; 99 KiB hold 3."""
+    """Return how many pipeline stages fit into the GPU's shared memory, at most 4; a stage takes 32 KiB."""
     return min(4, target.shared_memory // STAGE_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Launch grids of kernels that quantize a matrix, as numbers of programs; Triton is not imported."""
+"""Launch grids, as numbers of Triton programs, of kernels that quantize a matrix. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKED_ROWS, PACKED_COLUMNS = 64, 128  # of a program of `fp8compile.kernels.qua
 
 
 def row_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the launch grid of a kernel whose programs each take some whole rows of a matrix."""
+    """Return the launch grid of a kernel in which each program takes some whole rows of a matrix."""
     return (-(-shape[0] // rows_of_program(shape)),)
 
 
@@ -34,7 +34,7 @@ def rows_of_program(shape: Sequence[int]) -> int:
 
 
 def tile_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the launch grid of a kernel whose programs each take a 128 x 128 tile of one or more matrices."""
+    """Return the launch grid of a kernel with a program for each 128 x 128 tile of a matrix or of stacked matrices."""
     *matrices, m, k = shape
     return (-(-m // TILE), -(-k // TILE), *matrices)
 
@@ -45,19 +45,19 @@ def num_tile_programs(shape: Sequence[int]) -> int:
 
 
 def several_tile(block: int) -> int:
-    """Return the side of a program's square tile of several matrices, for blocks of length ``block``."""
+    """Return the number of rows, and of columns, of a tile in `several_programs`; ``block`` is the blocks' length."""
     return max(SMALL_TILE, block)
 
 
 def several_programs(shape: Sequence[int], block: int) -> tuple[int, int, int]:
-    """Return the launch grid of a kernel whose programs each take the same tile of several matrices of one shape."""
+    """Return the launch grid of a kernel in which a program takes a tile at the same position of several matrices."""
     m, k = shape
     tile = several_tile(block)
     return (-(-m // tile), -(-k // tile), 1)
 
 
 def packed_programs(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the launch grid of a kernel whose programs each take 64 rows and 128 columns of a matrix.
+    """Return the launch grid of a kernel in which each program takes 64 rows and 128 columns of a matrix.
 
     Rows are rounded up to 128, so that programs also fill the last tiles of scales.
     """

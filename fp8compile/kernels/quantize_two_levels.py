@@ -1,7 +1,7 @@
 """Kernel that reads a matrix once, and makes four-bit codes along rows and along columns.
 
-A program loads four groups of sixteen rows as sixteen tensors; tensor i has row i of each group. One thread then holds
-a group's sixteen rows of a column, so sums and codes need no shared memory. Codes and scales have the bits of
+A Triton program loads four groups of sixteen rows as sixteen tensors; tensor i has row i of each group. So one thread
+holds sixteen rows of a column, whose sums and codes need no shared memory. Codes and scales have the bits of
 `TwoLevelScaling`, except for codes that a GPU's own instruction rounds (`fp8compile.kernels.stochastic_cvt`). Scales
 are in tiles (`fp8compile.scale_layouts`).
 """
@@ -104,7 +104,7 @@ def _outer_scale(outer_amax, IS_TE: tl.constexpr):
 
 @triton.jit
 def _scales(amax, outer, IS_TE: tl.constexpr):
-    """Compute blocks' multipliers (1 / scale) and e4m3 scales from amaxes, as `quantizers/two_level_rules.py` does."""
+    """Compute multipliers (1 / scale) and e4m3 scales from blocks' amaxes, as `quantizers/two_level_rules.py` does."""
     first, second = outer
     if IS_TE:
         scale = _encode(amax * first, LARGEST_SCALE, IS_E4M3=True)
@@ -152,7 +152,7 @@ def _word(bits, position, SEED: tl.constexpr):
 
 @triton.jit
 def _four_rounded(a, b, c, d, position, SEED: tl.constexpr):
-    """Round neighbours a, b, c, d (``a`` at ``position``) by the GPU's instruction to 16 bits of codes in an int64."""
+    """Round neighbours a, b, c, d (``a`` at ``position``) by the GPU's instruction; return four codes in an int64."""
     bits = a.to(tl.uint32, bitcast=True)  # combines the bits of all four values, so that their order matters
     bits = bits * 3 + b.to(tl.uint32, bitcast=True)
     bits = bits * 3 + c.to(tl.uint32, bitcast=True)
@@ -175,7 +175,7 @@ def _to_a_neighbour(values, noise):
 
 @triton.jit
 def _products(x, multiplier, IS_TE: tl.constexpr):
-    """Multiply values by their multipliers (1 / scale), before rounding. With IS_TE, zeros become +0."""
+    """Multiply values by their multipliers (1 / scale). With IS_TE (TransformerEngine's rule), zeros become +0."""
     values = x * multiplier
     if IS_TE:
         values = tl.where(x == 0, 0.0, values)
@@ -223,7 +223,7 @@ def _sum(xs, j: tl.constexpr, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
 
 @triton.jit
 def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr):
-    """Quantize blocks of 16 values, (rows, blocks, 16); return a block's codes as one int64, and the scales."""
+    """Quantize blocks of 16 values, (rows, blocks, 16); return each block's codes as one int64, and its scale."""
     multiplier, scale = _scales(_float(tl.max(_magnitude(x), 2)), outer, IS_TE)
     values = _products(x, multiplier[:, :, None], IS_TE)
     if ROUNDING == BY_INSTRUCTION:
@@ -246,7 +246,7 @@ def _nonzero_codes(packed):
 
 @triton.jit
 def _counted(x, scale, outer_scale):
-    """Return a tile's amax (int32 bits), how many of its values are not 0, and how many saturate."""
+    """Return a tile's amax (int32 bits), how many of its values are neither 0 nor NaN, and how many saturate."""
     magnitude = _magnitude(x)
     is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow
     beyond = is_beyond(magnitude, _decoded(scale) * outer_scale, LIMIT)
@@ -255,7 +255,7 @@ def _counted(x, scale, outer_scale):
 
 @triton.jit
 def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Return the amax, underflows and saturations of sixteen rows ``xs`` that were quantized along columns."""
+    """Return the amax, underflows and saturations of blocks that `_packed_columns` made of sixteen rows ``xs``."""
     amax, nonzero, beyond = 0, 0, 0
     for j in tl.static_range(SIXTEEN):
         of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
@@ -296,7 +296,7 @@ def _packed_columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize blocks of sixteen rows ``xs`` of one column; return a block's codes as one int64, and the scales."""
+    """Quantize sixteen rows ``xs``, a block in each column; return each block's codes as one int64, and its scale."""
     amax = tl.zeros((GROUPS, COLUMNS), tl.int32)
     for j in tl.static_range(SIXTEEN):
         amax = tl.maximum(amax, _magnitude(_sum(xs, j, TRANSFORM, NEGATIVE)))
@@ -324,7 +324,7 @@ def _columns(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr, counts_ptr, outer_scale,
 ):  # fmt: skip
-    """Quantize blocks of sixteen rows ``xs`` of one column; store codes and scales transposed, and any statistics."""
+    """Quantize with `_packed_columns`; store codes and scales transposed and, with ``counts_ptr``, statistics."""
     packed, scale = _packed_columns(
         xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
     )
@@ -349,7 +349,7 @@ def both_packed_kernel(
     """Quantize one tile of an (M, K) matrix along rows and along columns; M and K are multiples of 16.
 
     A tile has GROUPS * 16 rows and COLUMNS columns; elements beyond M and K count as 0. IS_TE chooses
-    TransformerEngine's rule; R_* and C_* describe the quantizers along rows and columns.
+    TransformerEngine's rule of scales; R_* and C_* describe the quantizers along rows and columns.
     """
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -411,7 +411,7 @@ def both_packed(
     """Launch `both_packed_kernel`, which quantizes ``x`` in blocks (1, 16) and (16, 1).
 
     Sizes of ``x`` are multiples of 16, and not 0. ``outer_amaxes`` are the whole tensor's amaxes for codes along rows
-    and along columns; they differ if columns are transformed. ``outputs`` are codes, scales in 128 x 4 tiles and outer
+    and along columns; they differ if columns get a Hadamard transform. ``outputs`` are codes, tiled scales and outer
     scale along rows, then the same along columns; contiguous, codes as int64. ``counts`` receives statistics along
     rows and columns (`fp8compile.ops.counting_kernels`), if given.
     """

@@ -1,9 +1,9 @@
 """Kernels that read a weight once: make codes for the forward, and amaxes for the cast in the backward.
 
-    rows     each row        --amax--> multiplier --> codes, scale; also updates the amax of each column
-    tiles    128 x 128       --amax of each square block--> multipliers --> codes, scales; also stores these amaxes
+    rows_kernel     each row     --amax--> multiplier --> codes, scale; also updates the amax of each column
+    tiles_kernel    128 x 128    --amax of each square block--> multipliers --> codes, scales; also stores the amaxes
 
-Codes and scales have the bits of `CurrentScaling`. Atomic maxima do not depend on the order of programs.
+Codes and scales have the bits of `CurrentScaling`. Atomic maxima make column amaxes the same in any order of programs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _quantized_rows(
     x, scales_ptr, m, is_row,
     R_MAX: tl.constexpr, R_EXPONENT: tl.constexpr, R_E4M3: tl.constexpr, R_RULE: tl.constexpr, R_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize whole rows ``m``, and store their scales; return codes and each column's largest magnitude (bits)."""
+    """Quantize whole rows ``m`` and store their scales; return codes, and each column's amax as int32 bits."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     multiplier, scale = _scales(tl.max(magnitude, 1)[:, None], R_MAX, R_EXPONENT, R_RULE, R_EPS)
     tl.store(scales_ptr + m, scale, is_row)
@@ -124,7 +124,7 @@ def tile_constants(quantizer: CurrentScaling) -> dict[str, object]:
 def rows_and_columns(
     x: Tensor, quantizer: CurrentScaling, codes: Tensor, scale: Tensor, amax: Tensor, counts: Tensor | None = None
 ) -> None:
-    """Launch `rows_kernel` for block (1, -1): codes and scales of rows, and the amax of each column.
+    """Launch `rows_kernel` for block (1, -1): write codes and scales of rows, and the amax of each column.
 
     ``x`` is (M, K), contiguous, with no size 0. ``amax``, (1, K) float32, must be zeros before the launch. ``counts``
     receives the statistics that `fp8compile.ops.counting_kernels` describes; None to compute none.
@@ -142,7 +142,7 @@ def square_blocks(
     """Launch `tiles_kernel`, which writes codes, scales and amaxes of square blocks.
 
     The quantizer's block is (n, n), n a divisor of 128. ``x`` is (M, K), contiguous, with no size 0. ``counts``
-    receives statistics as in `rows_and_columns`.
+    receives the statistics that `fp8compile.ops.counting_kernels` describes; None to compute none.
     """
     m, k = x.shape
     bits, chosen = amax.view(torch.int32), tile_constants(quantizer)

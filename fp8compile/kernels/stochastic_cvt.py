@@ -1,6 +1,6 @@
 """Stochastic rounding to four-bit codes by the instruction ``cvt.rs`` (compute capability 10.x).
 
-    values a, b, c, d --cvt.rs--> codes d c b a of four bits each; rounded up if adding 8 bits of noise carries
+    values a, b, c, d --cvt.rs--> four-bit codes d c b a; a value is rounded up if adding 8 bits of noise carries
 
 Four values share one 32-bit hash as noise: each gets 8 bits instead of 24, so codes differ from those of
 `fp8compile.quantizers.stochastic_rounding`. Source: NVIDIA, PTX ISA 8.7, ``cvt`` with ``.rs``.

@@ -6,7 +6,7 @@
     n, shards end at block ends        nothing from other ranks                            "aligned"
     n, shards end inside of blocks     the maximum over the ranks, for all blocks          "split"
 
-If blocks are split, a rank pads its shard in front with zeros, to a window that begins at a block boundary. Zeros
+If the kind is "split", a rank pads its shard in front with zeros, to a window that begins at a block boundary. Zeros
 change no amax, and their codes add nothing to a product.
 """
 
@@ -66,7 +66,7 @@ class DimSharding:
         return all(size == self.sizes[0] for size in self.sizes)
 
     def by_name(self) -> DimSharding:
-        """Return the same sharding with the group's name in place of the group, which can be copied and pickled."""
+        """Return a copy that names its process group instead of holding it, and so can be copied and pickled."""
         if isinstance(self.group, str):
             return self
         return replace(self, group=self.group.group_name)  # type: ignore[union-attr]  # cuts that travel have one
@@ -95,7 +95,7 @@ ROWS, COLUMNS = SIDES = (-2, -1)  # dims of a matrix, or of each matrix of a sta
 class AxisBlocks:
     """Where a rank's rows (or columns) lie among the scale blocks of the whole matrix, or of each stacked matrix.
 
-    The argument ``dim`` of methods says which of the two: ``ROWS`` or ``COLUMNS``.
+    An object describes rows or columns; its methods are told which as ``dim``, ``ROWS`` or ``COLUMNS``.
     """
 
     kind: str  # ``"aligned"``, ``"spanning"`` or ``"split"``; the table at the head of this file defines them
@@ -135,7 +135,7 @@ class AxisBlocks:
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
         """Pad this rank's ``matrix`` with zeros along ``dim`` to a window that begins at a block boundary.
 
-        If the elements are not contiguous in the whole tensor, the window is the whole tensor.
+        If its rows (or columns) are not consecutive in the whole matrix, the window is the whole matrix along ``dim``.
         """
         if self.kind == "aligned":
             return matrix
@@ -155,7 +155,7 @@ class AxisBlocks:
         return window.narrow(dim, self.first % self.block, self.length)
 
     def _blocks(self) -> tuple[int, int, int]:
-        """Return the window's first block and its number of blocks, then the number of all blocks; see `embed`."""
+        """Return the index of the window's first block, and the numbers of blocks in the window and in the matrix."""
         every = -(-self.total // self.block)
         if self.first is None:
             return 0, every, every
@@ -221,7 +221,7 @@ def _side(dims: range, shape: Sequence[int], cuts: Sharding, block: int) -> Axis
 def axis_blocks(
     shape: Sequence[int], cuts: Sharding, block: tuple[int, int], batch: int = 0
 ) -> tuple[AxisBlocks, AxisBlocks]:
-    """Find where a rank's rows and columns lie among the scale blocks of the whole matrix.
+    """Return where a rank's rows, and where its columns, lie among the scale blocks of the whole matrix.
 
     Args:
         shape: Shape of this rank's part, with one dim or more.

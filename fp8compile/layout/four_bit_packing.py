@@ -22,9 +22,9 @@ def packed_dim(quantizer: Quantizer) -> int | None:
 
 
 def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
-    """Return the quantizer for ``shape``, changed to pack along rows if it packs square blocks along columns.
+    """Return ``quantizer.for_shape``, but packing along rows if ``quantizer`` packs square blocks along columns.
 
-    The codes of square blocks do not depend on the packing.
+    Square blocks have the same codes, however they are packed. ``shape`` is (..., rows, columns).
     """
     if (
         isinstance(quantizer, TwoLevelScaling)
@@ -38,7 +38,7 @@ def packed_in_rows(quantizer: Quantizer, shape: Sequence[int]) -> Quantizer:
 def one_a_byte(codes: Tensor, quantizer: Quantizer) -> tuple[Tensor, Quantizer]:
     """Unpack codes of a matrix or stacked matrices to one per byte; return them and the quantizer of unpacked codes.
 
-    ``quantizer`` made the packed codes. Without packing nothing changes.
+    ``quantizer`` made the codes. If it does not pack, both arguments are returned unchanged.
     """
     if (dim := packed_dim(quantizer)) is None:
         return codes, quantizer

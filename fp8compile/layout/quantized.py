@@ -44,7 +44,7 @@ class Plain:
 
     @property
     def cuts(self) -> Sharding:
-        """How the whole tensor is sharded: an entry for each group of ranks."""
+        """How the whole tensor is sharded: for each group of ranks, a `DimSharding` or None."""
         return self.layout.cuts
 
     @property
@@ -74,9 +74,9 @@ class Quantized:
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
-            with blocks along the tokens of groups are (features, C), with C tokens after each group is padded
+            with blocks along the tokens of groups are (features, C), with C tokens, padding of each group included
             (`fp8compile.ops.groups.padding`).
-        scale: Grid of the quantizer's blocks, with one more dim for a stack. The grid is 1-D if written in tiles
+        scale: A scale for each block, as a 2-D grid; with one more dim for a stack. It is 1-D if written in tiles
             (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups: (C /
             block, features), or (E, features) or (E, 1) if each group is one block.
         quantizer: Quantizer of one matrix, or of one group's rows; its block counts rows and columns of ``codes``.
@@ -109,7 +109,7 @@ class Quantized:
 
     @property
     def cuts(self) -> Sharding:
-        """How the whole tensor is sharded: an entry for each group of ranks."""
+        """How the whole tensor is sharded: for each group of ranks, a `DimSharding` or None."""
         return self.layout.cuts
 
     @property
@@ -135,7 +135,7 @@ class Quantized:
         return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
 
     def t(self) -> Quantized:
-        """Return the operand with each matrix transposed, as a view."""
+        """Return an unsharded operand with each matrix transposed, as views; ``counts`` is left out."""
         codes, scale = self.codes, self.scale
         is_matrix = codes.ndim == 2
         return Quantized(
@@ -176,7 +176,7 @@ class Quantized:
 
 
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
-    """Turn a shard into an operand without sharding, which a GEMM takes.
+    """Turn this rank's shard into an operand without ``cuts``, which a GEMM on this rank can take.
 
     If shards end inside of blocks, the codes are padded with zeros in front, to begin at a block boundary.
 

@@ -62,9 +62,9 @@ def _by_function(function: Callable[[nn.Module, str], Recipe | None]) -> Assigne
 
 
 def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
-    """Make a function that maps a layer and the layer's names to a recipe; None means high precision.
+    """Make a function that maps a layer and the layer's names to a recipe, or to None for high precision.
 
-    Each pattern in ``recipe``, the argument of `convert`, must match one of ``fqns``, the names of the model's layers.
+    ``recipe`` is the argument of `convert`; each of its patterns must match one of ``fqns``, the names of all layers.
     """
     if isinstance(recipe, Mapping):
         return _by_pattern(recipe, fqns)
@@ -76,7 +76,7 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the entries of the ``ModuleList`` or ``Sequential`` with the most layers; [] without any."""
+    """Return the entries of the ``ModuleList`` or ``Sequential`` with the most layers; [] if the model has none."""
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))
@@ -88,9 +88,9 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Recipe | None) -> Recipes:
-    """Return ``recipe`` extended: the last blocks and all layers after them get ``tail_recipe``.
+    """Return ``recipe``, changed so that the last blocks and all layers after them get ``tail_recipe``.
 
-    ``share`` is the share of all blocks that get ``tail_recipe``, rounded up to whole blocks; 0 returns ``recipe``
+    ``share`` is the fraction of all blocks that get ``tail_recipe``, rounded up to whole blocks; 0 returns ``recipe``
     unchanged. ``tail_recipe=None`` leaves these layers in high precision.
     """
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:

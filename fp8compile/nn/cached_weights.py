@@ -67,11 +67,11 @@ class KeepsCodes(Module):
         self._caches_weights = recipe.cache_weights
 
     def cached_weights(self) -> Mapping[str, bool]:
-        """Return the parameters whose codes may be kept for a step, as ``{name: is stored transposed}``."""
+        """Return {name: whether it is stored transposed} for parameters whose codes may be kept between steps."""
         raise NotImplementedError
 
     def step_codes(self, name: str, *, is_turned: bool = False) -> Sets | None:
-        """Return the codes of the weight ``name`` that are kept for this step, for the output and for grad_input.
+        """Return the codes of the weight ``name`` kept for this step: those for the output, and for grad_input.
 
         None if no codes are kept (the GEMM's op then quantizes the weight), or if the weight is a QuantizedTensor.
         ``is_turned`` tells whether GEMMs read the parameter's matrices transposed.
@@ -110,7 +110,7 @@ class KeepsCodes(Module):
         super()._load_from_state_dict(*args)
 
     def _forget_before_a_swap(self) -> None:
-        """Drop kept codes if PyTorch swaps tensors in moves and loads: it refuses tensors with weak references."""
+        """Drop kept codes, which refer to weights weakly, if moves and loads swap tensors: a swap would then fail."""
         if torch.__future__.get_swap_module_params_on_conversion():
             for weight in self._parameters.values():
                 forget_codes(weight)
@@ -118,7 +118,7 @@ class KeepsCodes(Module):
     def check_gathered_as_codes(self, weight: Tensor) -> None:
         """Raise a ValueError if the recipe has ``cache_weights`` and ``weight`` holds values, not codes.
 
-        Layers that get weights without names call this, because kept codes are found by name.
+        For layers that get their weights without names: they can't find kept codes, which are looked up by name.
         """
         if self._caches_weights and not has_codes(_compat.local_itself(weight)):
             raise ValueError(
@@ -148,7 +148,7 @@ def _can_count(weight: Tensor) -> bool:
 
 
 def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
-    """Yield (layer, parameter, whether it is stored transposed) for weights whose codes may be kept."""
+    """Yield (layer, parameter, whether it is stored transposed) for each weight whose codes may be kept."""
     for module in layers:
         # a layer may have been reverted since
         if not getattr(module, "_caches_weights", False) or _compat.is_fsdp_managed(module):
@@ -161,9 +161,9 @@ def _every(layers: Iterable[Any]) -> Iterator[tuple[Any, Tensor, bool]]:
 
 @_compat.constant_when_traced
 def _make_at_trace(autocast: torch.dtype | None) -> None:
-    """Make the missing codes of all layers' weights, before the first graph that may read them is traced.
+    """Make the missing codes of all layers' weights, before the first graph that may read these codes is traced.
 
-    All layers, because a graph traced for one block runs for the other blocks too. Fake weights get fake codes.
+    All layers get them, because a graph traced for one block also runs for other blocks. Fake weights get fake codes.
     """
     if _compat.is_exporting() or _compat.is_faking():
         return
@@ -180,7 +180,7 @@ def _make_at_trace(autocast: torch.dtype | None) -> None:
 
 @_compat.constant_when_traced
 def _are_read(weight: Tensor, codes: Any, recipe: Recipe, dtype: torch.dtype, is_turned: bool) -> bool:
-    """Whether the graph being traced may read kept codes: it has not written to the weight, and they are current."""
+    """Whether the traced graph may read kept codes: they are current, and the graph has not written to the weight."""
     if _compat.is_exporting() or _compat.is_written_in_trace(weight):
         return False
     return codes.holds() and codes.fits(recipe, dtype, is_turned=is_turned)

@@ -21,7 +21,7 @@ __all__ = ["calibrate", "set_row"]
 
 
 def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """Return the DelayedScaling that makes the same codes as ``quantizer`` from an equal scale, or None."""
+    """Return a DelayedScaling that makes the same codes as ``quantizer`` from the same scale; None if none can."""
     if isinstance(quantizer, DelayedScaling):
         return quantizer
     if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):
@@ -30,7 +30,7 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
 
 
 def _static(recipe: Recipe) -> Recipe | None:
-    """Return the recipe with DelayedScaling, which stores scales, for input and weight; None if they can't have it."""
+    """Return a copy of a recipe that stores the scales of input and weight (DelayedScaling); None if they can't be."""
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
 def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
     """Set one row (input or weight) of a layer's state of delayed scaling from an amax.
 
-    ``amax`` becomes the only entry of the history, from which ``quantizer`` computes the multiplier (1 / scale).
+    ``quantizer`` computes the multiplier (1 / scale) from ``amax`` alone. Amaxes of earlier steps are dropped.
     """
     history, multiplier = torch.zeros_like(layer.amax_history[row]), torch.ones_like(layer.multiplier[row])
     history[0] = layer.amax_history[row, 0]  # that of a quantized weight

@@ -19,7 +19,7 @@ __all__ = ["called_layers"]
 
 @contextmanager
 def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
-    """Context that adds ``layer`` to ``called`` if the layer's GEMMs run inside, even if ``__call__`` is bypassed."""
+    """Context that adds ``layer`` to ``called`` if code inside it runs the method with the layer's GEMMs."""
     name = method_of(layer)
     method, own = getattr(layer, name), vars(layer).get(name)
 
@@ -38,10 +38,10 @@ def _recorded(layer: nn.Module, called: set[nn.Module]) -> Iterator[None]:
 
 
 def called_layers(model: nn.Module, forward: Callable[[], object]) -> tuple[set[nn.Module], Uses]:
-    """Run a forward; return the converted layers that it calls, and its other uses of parameters.
+    """Run a forward; return the converted layers that it calls, and how operators in high precision use parameters.
 
-    A module of experts counts as called if its FP8 GEMMs run. `Uses` has the parameters that operators in high
-    precision read. The forward runs in eager mode, because calls inside a compiled graph can't be recorded.
+    A module of experts counts as called if its FP8 GEMMs run. The forward runs in eager mode, because calls inside a
+    compiled graph can't be recorded.
     """
     called: set[nn.Module] = set()
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Entries of a state dict for quantized weights: codes and scales instead of values.
 
-weight    weight_codes, weight_scale; for two levels of scales also weight_outer_scale
-          if grad_input reads other codes, the same three names with the suffix _for_grad_input
+A parameter "weight" has the keys weight_codes, weight_scale and, with two levels of scales, weight_outer_scale. If
+grad_input reads other codes, there are the same keys with the suffix _for_grad_input too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the seco
 
 
 def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], Sequence[int]]:
-    """Return the placements, and the shape over all ranks, of a DTensor's codes or scales.
+    """Return the placements of a DTensor's codes or scales, and their shape over all ranks.
 
     ``part`` is ``"codes"``, ``"scale"`` or ``"outer_scale"``; ``own`` has this rank's codes and scales.
     """
@@ -46,7 +46,7 @@ def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], 
 def _part(weight: Any, part: str, index: int) -> Tensor | None:
     """Return the codes or a scale of a quantized parameter; None if it has no such part.
 
-    ``part`` is as in `_over_ranks`; ``index`` is 0 for the output's codes and 1 for grad_input's.
+    ``part`` is a name in ``PARTS``; ``index`` is 0 for the codes that the output reads, 1 for those of grad_input.
     """
     sets = local_itself(weight).sets()
     local = getattr(sets[index], part) if index < len(sets) else None
@@ -72,9 +72,9 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 class PartOfCodes:
-    """Descriptor that gives a module an attribute for a state dict's entry, such as ``weight_codes``.
+    """Descriptor of a module's attribute for a key of its state dict, such as ``weight_codes``.
 
-    PyTorch's checkpoints read each key of a state dict with ``getattr``.
+    PyTorch's checkpoints call ``getattr`` with each key of a state dict.
     """
 
     def __init__(self, parameter: str, part: str, index: int) -> None:

@@ -188,7 +188,7 @@ def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
 def _as_region(forward: Callable[..., Any], often: int) -> Callable[..., Any]:
     """Wrap a forward so that it is compiled separately, as a region that returns only new tensors.
 
-    ``often`` is the number of blocks with this forward; for each block one compiled version is allowed.
+    ``often`` is the number of blocks with this forward; Dynamo may compile a version for each of these blocks.
     """
 
     def body(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[list[Any], list[int | None], Any]:

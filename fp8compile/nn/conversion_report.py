@@ -86,7 +86,7 @@ class ConversionRow:
         return f"{self.experts} x ({', '.join(f'{n} x {k}' for n, k in self.matrices)})"
 
     def _gathered_cell(self) -> Cell:
-        """Return what FSDP2 gathers; before ``fully_shard``, that the layer is not sharded yet."""
+        """Return the table's cell for what FSDP2 gathers; before ``fully_shard``, that the layer is not sharded."""
         if self.sharded or not self.gathered:
             kind, *why = re.split("; |: ", self.gathered, maxsplit=1)
             return Note(why[0], kind) if why else kind
@@ -169,7 +169,7 @@ NOT_MULTIPLIED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 def _not_linear(kind: Kind | None, module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
     """Return why a matrix that is multiplied outside of layers can't be converted; None if it is no such matrix.
 
-    ``kind`` is how forwards used the parameter. If that is not known, the name and the number of dims decide.
+    ``kind`` is how forwards used the parameter. If it doesn't tell (None, HANDED), name, dims and module decide.
     """
     is_stack = parameter.ndim == 3 and parameter.shape[0] > 1
     if (not is_stack and parameter.ndim != 2) or isinstance(module, ParametrizationList):

@@ -62,13 +62,13 @@ class DelayedState(NamedTuple):
 
 
 class RowOfWeight:
-    """Callable that reads the weight's amax history and multiplier from a layer, to which its reference is weak."""
+    """Callable that returns the amax history and multiplier of a layer's weight, without keeping the layer alive."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = weakref.ref(layer)
 
     def __call__(self) -> tuple[Tensor, Tensor] | None:
-        """Return the weight's amax history (L,) and multiplier (), views of the buffers; None without a layer."""
+        """Return views of the layer's buffers: amax history (L,), multiplier (); None if the layer is gone."""
         if (layer := self._layer()) is None:
             return None
         history, multiplier, _ = layer.delayed_state()
@@ -86,7 +86,7 @@ def group_name(function: str, group: object) -> str | None:
 
 
 def check_state(state: object) -> None:
-    """Raise if the ``state`` that `fp8compile.linear` was given is no DelayedState, or requires grad.
+    """Raise a TypeError unless `fp8compile.linear`'s ``state`` is a DelayedState, a ValueError if it requires grad.
 
     The op checks later whether the state fits the recipe.
     """
@@ -99,9 +99,9 @@ def check_state(state: object) -> None:
 def check_amax_group(
     function: str, recipes: Iterable[Recipe], amax_group: object, *, none_has: str = "the recipe has no"
 ) -> None:
-    """Raise an error that names ``function`` if an amax group is given and no recipe has delayed scaling.
+    """Raise a ValueError that names ``function`` if an amax group is given and no recipe has delayed scaling.
 
-    ``none_has`` is the part of the error's text before "delayed scaling".
+    Raise a TypeError if the group is no ProcessGroup. ``none_has`` is the error's text before "delayed scaling".
     """
     group_name(function, amax_group)
     if amax_group is not None and not any(recipe.history() for recipe in recipes):

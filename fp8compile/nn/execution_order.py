@@ -1,4 +1,4 @@
-"""Record in which order the layers that a Monitor observes run, to name the first operand that has a NaN.
+"""Record the order in which observed layers run, so that a Monitor can name the first operand with a NaN.
 
 Eager calls are recorded as they run. For compiled code, the nodes of Dynamo's graph give the order.
 """
@@ -72,7 +72,7 @@ def _note_nodes(graph: fx.GraphModule, inputs: list[Any]) -> None:
 
 
 def note_call(buffer: Any) -> None:
-    """Record that the layer with this statistics buffer runs; do nothing for None."""
+    """Record in all `ExecutionOrder` objects that the layer with this statistics buffer runs; ignore None."""
     if buffer is not None:
         for order in EVERY:
             order.note(buffer)

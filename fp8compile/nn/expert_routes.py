@@ -1,4 +1,4 @@
-"""Routes: how rows of tokens are sent to the ranks of their experts, and back."""
+"""Routes: sends rows of tokens to the ranks of their experts, and the results back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUTPUT = GEMMS[0]
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """How this rank's rows are sent to the ranks of their experts and back. `expert_routes` makes it.
+    """Sends this rank's rows to the ranks of their experts, and the results back; made by `expert_routes`.
 
     Attributes:
         offsets: (E,), int32, the end of the rows of each of this rank's E experts, for `fp8compile.grouped_linear`.
@@ -107,9 +107,9 @@ def _is_read(counts: Tensor) -> bool:
 
 
 def _overflow(sent: Tensor, received: Tensor, capacity: int, error: Exception | None, group: str) -> Tensor:
-    """Return how many rows of this rank exceed ``capacity``; in eager mode raise on all ranks if one exceeds it.
+    """Return how many rows of this rank don't fit the ``capacity``; in eager mode raise if any rank has such rows.
 
-    All ranks of ``group`` also raise if one rank passes an ``error``.
+    All ranks of ``group`` raise then, and also if one rank passes an ``error``.
     """
     found = sent.sum() - fitting(sent, capacity).sum()
     if not _is_read(found):

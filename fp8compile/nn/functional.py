@@ -34,7 +34,7 @@ def check_recipe(function: str, recipe: object) -> None:
 
 
 def check_tensor(function: str, name: str, tensor: object, x: Tensor) -> None:
-    """Raise an error unless the operand ``tensor`` is dense, with the dtype and device of ``x``.
+    """Raise a TypeError or ValueError unless ``tensor``, an operand, is dense, with the dtype and device of ``x``.
 
     ``function`` and ``name`` are the caller and the operand, for the error's text.
     """
@@ -150,7 +150,7 @@ def _check_outer_amax(outer_amax: Tensor, weight: Tensor, state: DelayedState | 
 
 
 def only_given(**options: Any) -> dict[str, Any]:
-    """Return the keyword arguments that are not None; PyTorch modes of other packages may not know the others."""
+    """Return the options that are not None, so that other packages' ``__torch_function__`` sees no unused option."""
     return {name: value for name, value in options.items() if value is not None}
 
 

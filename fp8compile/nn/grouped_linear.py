@@ -1,4 +1,4 @@
-"""fp8compile.grouped_linear, and grouped_mm with the arguments of PyTorch's function of that name."""
+"""fp8compile.grouped_linear, and grouped_mm with the arguments of ``torch.nn.functional.grouped_mm``."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Linear(CodesInState, nn.Linear):
         Args:
             linear: A ``nn.Linear``, not a subclass of it.
             recipe: Quantizers for the operands of the three GEMMs.
-            amax_group: The ranks over which amaxes are reduced, as for the class.
+            amax_group: The ranks over which amaxes are reduced for delayed scaling.
 
         Raises:
             TypeError: ``linear`` is not a plain ``nn.Linear``, its forward was replaced on the instance, or ``recipe``
@@ -125,7 +125,7 @@ class Linear(CodesInState, nn.Linear):
     def to_linear(self) -> nn.Linear:
         """Make a ``torch.nn.Linear`` with the same parameters and hooks.
 
-        If `convert` was given a subclass of ``nn.Linear``, the result has that class.
+        If `convert` made the layer from a subclass of ``nn.Linear``, the result has that class.
 
         Raises:
             TypeError: The layer's class is a user's subclass, or its weight is parametrized or quantized, or its
@@ -225,7 +225,7 @@ class Linear(CodesInState, nn.Linear):
         self.own_weight()
 
     def own_weight(self) -> None:
-        """Connect a quantized weight with delayed scaling to the multiplier in this layer's buffers."""
+        """Let a quantized weight with delayed scaling read its multiplier from this layer's buffers."""
         if self._delays_codes():
             local_itself(self.weight).state = RowOfWeight(self)
 
@@ -274,7 +274,7 @@ reach_codes(Linear, "weight")
 
 @cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """Return the recipe without ``keep_weight_codes``: kept codes would outlive the weight that FSDP frees."""
+    """Return the recipe with ``keep_weight_codes`` off, because FSDP would free a weight but not its kept codes."""
     return replace(recipe, keep_weight_codes=False)
 
 

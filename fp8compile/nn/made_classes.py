@@ -23,7 +23,7 @@ class MadeClass:
     made_by: ClassVar[tuple[Callable[..., type[Any]], Any]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Ignore ``kwargs``, and skip the user's ``__init_subclass__``, which may register subclasses."""
+        """Do nothing, so that the user's ``__init_subclass__``, which may register subclasses, is not called."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         reduced: Any = super().__reduce_ex__(max(operator.index(protocol), 2))
@@ -44,7 +44,7 @@ def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
 def made_class(base: type[Any], plain: type[Any], made_by: tuple[Any, ...], **attributes: Any) -> type[Any]:
     """Make a subclass of ``base`` and ``plain``, with the name and docstring of ``plain``.
 
-    ``made_by`` is (function, *arguments) of a call that makes this class again. ``attributes`` are set on the class.
+    ``made_by`` is (function, *arguments): a call that returns this class. ``attributes`` are set on the class.
     """
     named = {"__module__": base.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     names: dict[str, Any] = {**named, "made_by": made_by, **attributes}

@@ -188,7 +188,7 @@ class MasterWeights(Optimizer):
         self._show_state()
 
     def _check_exchanged(self) -> None:
-        """Raise a RuntimeError if the parameter groups have quantized parameters without masters."""
+        """Raise a RuntimeError if a quantized parameter in the groups has no master, as when FSDP replaced it."""
         if any(_is_quantized(p) and p not in self._masters for group in self.param_groups for p in group["params"]):
             raise RuntimeError(
                 "MasterWeights: quantized parameters of its groups are not those it was made of. Make it after "
@@ -210,7 +210,7 @@ class MasterWeights(Optimizer):
                 group["params"] = params
 
     def _share_groups(self, weights: list[list[Tensor]]) -> None:
-        """Use the inner optimizer's parameter groups as this optimizer's, with ``weights`` in place of masters."""
+        """Share the inner optimizer's parameter groups, and put ``weights`` into them in place of masters."""
         for group, params in zip(self.inner.param_groups, weights, strict=True):
             group["params"] = params
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
@@ -224,7 +224,7 @@ class MasterWeights(Optimizer):
         return weights, values, dtypes, self._rounding_of, [sharding_of(p) for p in params]
 
     def _take_over(self, params: list[Tensor]) -> None:
-        """Reset the masters of ``params`` that other code has written to; the new values are the dequantized codes.
+        """Reset masters to the dequantized codes, for those of ``params`` whose codes other code has written.
 
         A master that rounds to the weight's codes stays, so model and optimizer may be loaded in either order.
         """
@@ -329,7 +329,7 @@ def _check_closure(optimizer: type[Optimizer]) -> None:
 
 
 def _of_moments(optimizer: type[Optimizer], moments: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the options with which an optimizer keeps all moments in the dtype ``moments``; {} for None."""
+    """Return the options that make an optimizer keep all moments in the dtype ``moments``; {} for None."""
     if moments is None:
         return {}
     names = [name for name in inspect.signature(optimizer).parameters if name.endswith("_dtype")]

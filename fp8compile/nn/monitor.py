@@ -142,7 +142,7 @@ class Monitor:
         return self._steps % self._every == 0
 
     def step(self) -> None:
-        """Mark the end of a step. Call it on all ranks after each optimizer step and after `read`.
+        """Count a step; start or stop reading. Call it on all ranks after each optimizer step, and after any `read`.
 
         Raises:
             NonFiniteError: With ``stop_at_nonfinite``, if the reading of an earlier step found a NaN or an infinity.
@@ -154,7 +154,7 @@ class Monitor:
         self.steps += 1
 
     def check(self, loss: Tensor, replay: Callable[[], object] | None = None) -> None:
-        """Raise if a loss is not finite, and name the first operand that is not.
+        """Raise a NonFiniteError if a loss is not finite; its text names the first operand that is not.
 
         Call this before the optimizer's step. The host reads the loss, and so waits for the device. If statistics of
         this step are not read, ``replay`` runs the same batch again with all layers observed; gradients are then the
@@ -278,9 +278,9 @@ class Monitor:
 
 
 def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
-    """Divide a weight's sums by the number of micro-batches and replicas that have added to the sums.
+    """Divide a weight's sums by how often micro-batches and replicas have added the same weight.
 
-    Totals of other operands are returned unchanged; ``slot`` is the operand's field in the recipe.
+    Totals of operands that are no weights are returned unchanged; ``slot`` is the operand's field in the recipe.
     """
     if slot not in TENSORS["weight"] or not (passes := totals[PASSES]):
         return totals

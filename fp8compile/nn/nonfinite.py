@@ -37,7 +37,7 @@ class Sent(NamedTuple):
         order: Names of these layers in the order in which they run; layers of other ranks come last.
         counts: (ranks, layers, operands, 2, E): for each of E matrices, the number of elements, and how many of them
             are not finite.
-        arrived: The event after which the host may look; None if the counts have arrived.
+        arrived: CUDA event at which the counts are on the host; None if they are there.
     """
 
     step: int

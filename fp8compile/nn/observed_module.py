@@ -34,7 +34,7 @@ class Observed(Module):
     _observers: dict[str, Observer] | None = None  # only in a step whose statistics are read
 
     def observer(self, name: str, stack: Any = None) -> Observer | None:
-        """Return the statistics buffers that a forward passes on for a weight; None if this step is not read.
+        """Return a weight's statistics buffers, for a forward to pass on; None if grad mode is off or nothing is read.
 
         Args:
             name: The name of the weight.

@@ -10,9 +10,9 @@ __all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> Tensor:
-    """Wrap ``local`` as a DTensor placed like ``tensor``; unchanged if ``tensor`` is no DTensor.
+    """Wrap ``local`` as a DTensor placed like ``tensor``; return ``local`` if ``tensor`` is no DTensor.
 
-    ``whole`` gives shape and strides; by default ``tensor`` does.
+    The DTensor has the shape and strides of ``whole``, or by default of ``tensor``.
     """
     if not is_dtensor(tensor):
         return local
@@ -31,7 +31,7 @@ def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def on_all_ranks_of(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Wrap ``tensor`` as a replicated DTensor on a weight's mesh; unchanged if the weight is no DTensor."""
+    """Wrap ``tensor`` as a replicated DTensor on a weight's mesh; return ``tensor`` if the weight is no DTensor."""
     if not is_dtensor(weight):
         return tensor
     from torch.distributed.tensor import Replicate

@@ -155,7 +155,7 @@ def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
     """Replace the weights of layers by codes and scales; shared weights stay shared.
 
-    `check_weights` has accepted the layers. With ``keep_initial``, a weight also keeps the values before quantization.
+    Call `check_weights` first. With ``keep_initial``, a weight also keeps the values before quantization.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:

@@ -24,7 +24,7 @@ WAITING = (
 
 
 def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """Call ``function``; return its result and None, or None and its error. While compiling, errors are raised."""
+    """Call ``function``; return (result, None), or (None, error) if it raises. While compiling, let it raise."""
     if torch.compiler.is_compiling():
         return function(*args), None
     try:
@@ -35,7 +35,7 @@ def tried(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | No
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Context that adds a note to errors: the other ranks wait for this rank."""
+    """Context that adds a note to errors raised inside it: that the other ranks wait for this rank."""
     try:
         yield
     except Exception as error:
@@ -44,9 +44,9 @@ def noted() -> Iterator[None]:
 
 
 def raise_on_all(function: str, error: Exception | None, group: str) -> None:
-    """Raise the error that all ranks of a group found; raise a RuntimeError with all texts if the errors differ.
+    """Exchange all ranks' errors; raise the error if every rank has the same, else a RuntimeError with all texts.
 
-    All ranks call this once they know of an error; ``error`` is this rank's error, or None.
+    All ranks call this once they know that one has an error; ``error`` is this rank's error, or None.
     """
     ranks = _resolve_process_group(group)  # type: ignore[arg-type]  # names are a type of their own since 2.13
     found: list[str | None] = [None] * ranks.size()

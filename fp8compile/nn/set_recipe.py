@@ -34,9 +34,9 @@ def _has_codes(recipe: Recipe) -> bool:
 
 
 def _dequantizes(recipe: Recipe, forward: Recipe) -> bool:
-    """Whether gradients multiply dequantized codes of the forward that `set_recipe` sets.
+    """Whether, after `set_recipe`, gradients multiply the dequantized codes of ``forward``.
 
-    The layer's ``recipe`` decides if its forward has codes, else ``forward``.
+    If the forward of the layer's ``recipe`` has codes, ``recipe.dequantized_gradients`` decides; else ``forward``'s.
     """
     if _has_codes(recipe):
         return recipe.dequantized_gradients

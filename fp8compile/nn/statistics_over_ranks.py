@@ -18,12 +18,12 @@ Totals = tuple[Tensor, Tensor]  # sums and maxima
 
 
 def num_ranks() -> int:
-    """Return the number of ranks of the default process group; 1 without one."""
+    """Return the number of ranks of the default process group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Return this process's number in the default process group; 0 without one."""
+    """Return this process's rank in the default process group; 0 without a group."""
     return dist.get_rank() if num_ranks() > 1 else 0
 
 

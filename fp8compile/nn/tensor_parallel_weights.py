@@ -1,7 +1,7 @@
 """Quantized weights under tensor parallelism: codes of each rank's shard, scales of the whole weight.
 
-a DTensor of values --convert--> part --amax over its ranks--> codes, scale --+--> a DTensor of a QuantizedParameter
-whole codes --ColwiseParallel, RowwiseParallel--> codes of a part, same scale +
+`convert`               shard of a DTensor --amax over its ranks--> codes, scale --> DTensor of a QuantizedParameter
+`parallelize_module`    whole codes, scale --> codes of a shard, same scale ---------> DTensor of a QuantizedParameter
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def not_placed(weight: DTensor, quantizers: Sequence[Quantizer]) -> str | None:
 
 
 def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
-    """Return the placements of the scale of ``own``, the codes of a DTensor.
+    """Return the placements of the scale that belongs to ``own``, a DTensor's codes.
 
     The scale is replicated on mesh dims whose ranks share blocks, and placed like the codes on all others.
     """
@@ -78,7 +78,7 @@ def placements_of_scale(weight: DTensor, own: Quantized) -> list[Any]:
 
 
 def placements_of_outer_scale(weight: DTensor) -> list[Any]:
-    """Return the placements of the outer scales of a DTensor of codes.
+    """Return the placements of a quantized DTensor's outer scales.
 
     Outer scales are placed like the codes on mesh dims that shard stacked matrices, and replicated on all others.
     """
@@ -93,8 +93,8 @@ def placements_of_outer_scale(weight: DTensor) -> list[Any]:
 def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
     """Quantize this rank's shard of a DTensor; return a DTensor of a QuantizedParameter.
 
-    There are two quantizers if grad_input reads separate codes. The caller made sure that no shard ends within a
-    block. All ranks that share a scale call this.
+    There are two quantizers if grad_input reads separate codes. No shard may end within a block; see `not_placed`.
+    All ranks that share a scale call this.
     """
     local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
     options = {}
@@ -114,7 +114,7 @@ def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Q
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
-    """Return a new QuantizedParameter placed like ``weight``, with zero codes made for ``quantizer``."""
+    """Return a new QuantizedParameter of ``quantizer``, placed like ``weight``, whose codes are all 0."""
     local, ones = _compat.local_itself(weight), torch.ones(quantizer.scale_shape(weight.shape), device=weight.device)
     codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
     found = QuantizedParameter(codes, quantizer.scale_of(ones), quantizer, local.dtype)
@@ -127,8 +127,8 @@ def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:
 def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None, name: str = "weight") -> None:
     """Shard the quantized weight ``name`` of a layer over a mesh with one dim; all ranks call this.
 
-    ``placement`` is Shard of a dim, for stacked weights of experts dim 0. ``source`` is the rank whose weight is sent
-    to all ranks; None if all ranks have the same weight. A weight that is not quantized is not changed. Raises a
+    ``placement`` is ``Shard(dim)``, for experts' stacked weights ``Shard(0)``. ``source`` is the rank whose weight is
+    sent to all ranks; None if all ranks have the same weight. A weight that is not quantized is not changed. Raises a
     ValueError if a shard would end within a block.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor

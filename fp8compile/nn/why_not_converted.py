@@ -72,7 +72,7 @@ def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
 def _asker(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, fqns: list[str]
 ) -> Callable[[nn.Module, list[str]], tuple[Recipe | None, str]]:
-    """Make a function (layer, names) -> (recipe, "") or (None, reason), by convert's arguments.
+    """Make a function (layer, names) -> (recipe, "") or (None, reason) from the arguments of `convert`.
 
     ``fqns`` are the names of all layers.
     """

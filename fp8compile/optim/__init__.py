@@ -2,8 +2,8 @@
 
     state --dequantize--> float32 moments --update rule--> parameter, new float32 moments --quantize--> state
 
-One compiled graph runs these steps for all parameters. If a parameter's row length is a multiple of 128, its float32
-moments are never written to memory.
+One compiled graph runs these steps for all parameters. If a parameter's rows have a multiple of 128 elements, its
+float32 moments are never written to memory.
 """
 
 from fp8compile.optim.adamw import AdamW

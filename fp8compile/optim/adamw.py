@@ -21,7 +21,7 @@ def _rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Compute AdamW's update of one parameter in float32; return the new parameter and the new moments.
 
-    ``scalars`` are the learning rate and the result of `AdamW.scalars` (Loshchilov and Hutter 2019, arXiv:1711.05101).
+    ``scalars`` are the learning rate and `AdamW.scalars`. Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
     """
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
@@ -36,7 +36,7 @@ class AdamW(MomentOptimizer):
     """AdamW with the interface of ``torch.optim.AdamW`` that stores its moments as e4m3 codes.
 
     A step dequantizes the moments, computes in float32, and quantizes once. One compiled graph updates all parameters;
-    where rows are whole blocks, the graph writes no float32 moments to memory. Learning rates and other
+    if rows consist of whole blocks, the graph writes no float32 moments to memory. Learning rates and other
     hyperparameters are inputs of the graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its square
     root, and a positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``).
 
@@ -55,10 +55,10 @@ class AdamW(MomentOptimizer):
         weight_decay: Decoupled weight decay.
         amsgrad: Only False.
         maximize: Whether the objective is maximized.
-        foreach: Not True: the step is one graph for all parameters.
+        foreach: None or False: the step is one graph for all parameters.
         capturable: Only False: the host counts the steps, so a CUDA graph can't capture a step.
         differentiable: Only False.
-        fused: Not True: the graph is fused already.
+        fused: None or False: the graph is fused already.
         exp_avg_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
         exp_avg_sq_dtype: Dtype of the second moment, as for ``exp_avg_dtype``.
         rounding: Rounding of moments to codes. ``"stochastic"``: up or down at random. ``"nearest"``: each step loses
@@ -71,7 +71,7 @@ class AdamW(MomentOptimizer):
             at a time.
 
     Raises:
-        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or not floating-point.
+        TypeError: A parameter is quantized (use ``fp8compile.MasterWeights``), or not float32, bfloat16 or float16.
         ValueError: An option has a value that is not allowed, or a shard boundary divides a block.
     """
 

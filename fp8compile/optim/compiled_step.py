@@ -32,8 +32,8 @@ class Job:
 
     Attributes:
         shape: Shape in which the rule sees the parameter, from ``MomentRows.in_blocks``.
-        parameter: The parameter, any floating-point dtype.
-        grad: Its gradient, any floating-point dtype.
+        parameter: The parameter: float32, bfloat16 or float16.
+        grad: The parameter's gradient; zeros if it has none.
         target: Tensor that receives the rule's first result: the parameter, or another tensor of its size.
         moments: For each moment its values, or its codes and scales; values and codes have the shape ``shape``.
         quantizers: For each moment its quantizer; None for a moment that is not quantized.
@@ -57,10 +57,10 @@ class Job:
 
 
 def advance(rule: Rule, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
-    """Run the update rule for each parameter, and write parameters and moments in place.
+    """Run the update rule for each parameter, and write targets (see `Job`) and moments in place.
 
     Args:
-        rule: The optimizer's arithmetic.
+        rule: The optimizer's arithmetic for one parameter.
         scalars: One row per job, float32. A row has 1, or 0 to leave the parameter and its moments unchanged because
             it has no gradient; then the step count, which varies the rounding noise; then the numbers for the rule.
         jobs: Results of `Job.arguments`.

@@ -1,6 +1,6 @@
-"""MomentOptimizer: base class of optimizers with quantized moments: state, checkpoints and the step.
+"""MomentOptimizer: base class of optimizers with quantized moments, for their state, checkpoints and step.
 
-param_groups, state --host--> jobs, one row of scalars each --`advance`, one graph for all--> parameters, state
+param_groups, state --on the host--> a `Job` and a row of scalars per parameter --one graph--> parameters, state
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MomentOptimizer(Optimizer):
         """Add a parameter group, as ``torch.optim`` does; missing options take the optimizer's defaults.
 
         Raises:
-            TypeError: A parameter is quantized, or not of a real floating-point dtype.
+            TypeError: A parameter is quantized, or not float32, bfloat16 or float16.
             ValueError: An option has a value that is not allowed, or a shard boundary divides a block.
         """
         super().add_param_group(param_group)
@@ -138,9 +138,9 @@ class MomentOptimizer(Optimizer):
             torch.autograd.graph.increment_version([each.target for each in jobs])
 
     def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
-        """Yield the group's parameters on ``device`` that a step updates; creates states that are missing.
+        """Yield the group's parameters on ``device`` that have a gradient or a state; create missing states.
 
-        A parameter without a gradient is included if it has a state.
+        A parameter without a gradient is part of the step's graph, but does not change.
         """
         for p in group["params"]:
             if p.device != device or (p.grad is None and not self.state.get(p)):
@@ -156,7 +156,7 @@ class MomentOptimizer(Optimizer):
             yield p
 
     def _store_anew(self, p: Tensor, group: dict[str, Any], rows: MomentRows) -> None:
-        """Convert a parameter's stored moments to the dtypes that its group's options ask for now."""
+        """Convert a parameter's stored moments to the dtypes in its group's options, which have changed."""
         self._check_options(group)
         stored, state = self._stored(group), self.state[p]
         if any(each.dtype == CODES for each in stored):

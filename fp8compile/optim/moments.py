@@ -101,7 +101,7 @@ class MomentRows:
         return self.local, BLOCK
 
     def place(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the int64 positions in the unsharded parameter of `in_blocks` rows and columns; () if unsharded."""
+        """Return where the rows and columns of `in_blocks` lie in the unsharded parameter, int64; () if unsharded."""
         if not self.cuts:
             return ()
         without_memory = torch.empty((), device=device).expand(self.local)
@@ -144,9 +144,9 @@ class StoredMoment:
 
     @staticmethod
     def of_group(name: str, group: dict[str, Any], *, root: bool) -> StoredMoment:
-        """Return how moment ``name`` is stored by the options of a parameter group.
+        """Return how the options of a parameter group ask to store the moment ``name``.
 
-        If ``root``, the moment is never negative, and the moment's square root is quantized.
+        If ``root``, the moment is never negative, and its square root is quantized.
         """
         quantizer = _quantizer(root, BLOCK, group["rounding"], group["seed"])
         return StoredMoment(name, group[f"{name}_dtype"], quantizer)
@@ -172,7 +172,7 @@ class StoredMoment:
         return (self.name,) if self.quantizer_for(rows) is None else self.keys_of_codes()
 
     def is_in(self, state: dict[str, Any], rows: MomentRows) -> bool:
-        """Whether a state stores this moment in this dtype; a group's options may have changed since."""
+        """Whether a state stores this moment in this dtype; False if the group's options have changed since."""
         keys = self.keys(rows)
         if not all(key in state for key in keys):
             return False
@@ -202,7 +202,7 @@ class StoredMoment:
         return dict(zip(self.keys_of_codes(), found, strict=True))
 
     def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        """Return this moment's tensors from a saved ``state``, by key; quantizes or dequantizes copies if needed.
+        """Return this moment's tensors by key: copies from a saved ``state``, quantized or dequantized if needed.
 
         Raises:
             KeyError: The state has neither codes nor values of the moment.

@@ -63,7 +63,7 @@ class Muon(MomentOptimizer):
         backend: Backend of ``torch.compile`` for the momentum; None runs eagerly.
 
     Raises:
-        TypeError: A parameter is quantized (``fp8compile.MasterWeights`` takes those), or not floating-point.
+        TypeError: A parameter is quantized (use ``fp8compile.MasterWeights``), or not float32, bfloat16 or float16.
         ValueError: A parameter is no matrix, an option has a value that is not allowed, or a shard boundary divides a
             block.
 
@@ -149,7 +149,7 @@ class Muon(MomentOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this optimizer, or of ``torch.optim.Muon``, which has no step count."""
+        """Load a ``state_dict`` of this optimizer, or of ``torch.optim.Muon``; the step count is then 0."""
         state = {index: {"step": 0.0, **each} for index, each in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 

@@ -1,4 +1,4 @@
-"""Let adapters add their low-rank product to a product with stacked weights of experts."""
+"""Let adapters, such as LoRA's, add their product to an expert module's product with stacked weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_longer_add(module: nn.Module, weight: str) -> None:
 
 
 def with_additions(module: Any, weight: str, x: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
-    """Return ``y`` plus what `add_to_product` adds for the weight named ``weight``; ``y`` if nothing is set.
+    """Return ``y``, plus the addition that `add_to_product` has set for the weight named ``weight``, if any.
 
     ``y`` is the product of the rows ``x`` and the weight; ``offsets`` are the ends of the experts' rows.
     """

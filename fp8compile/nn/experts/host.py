@@ -46,7 +46,7 @@ class Host:
 
 
 def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the 3-D parameters of a module (stacked weights of experts) by name; originals if parametrized."""
+    """Return a module's own 3-D parameters (stacked weights of experts) by name; if parametrized, the originals."""
     own = dict(module.named_parameters(recurse=False))
     for name, computed in getattr(module, "parametrizations", {}).items():
         own.update((name, original) for original in computed.parameters(recurse=False))
@@ -54,7 +54,7 @@ def stacks(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def code_of(cls: type[nn.Module]) -> tuple[str, str]:
-    """Return the module name and qualified name of the code of ``cls.forward``, which may be a decorator's wrapper."""
+    """Return module and qualified name of the function behind ``cls.forward``, perhaps a decorator's wrapper."""
     code = getattr(cls.forward, "__code__", None)
     names = getattr(cls.forward, "__globals__", {})
     return names.get("__name__", ""), getattr(code, "co_qualname", "")

@@ -47,7 +47,7 @@ def host_of(module: nn.Module) -> Host | None:
 
 
 def is_hosted(module: nn.Module) -> bool:
-    """Whether a registered `Host` describes a module, converted or not, and finds weights in the module."""
+    """Whether a `Host` describes a module, converted or not, whose weights are known by ``layout`` or are 3-D."""
     host = host_of(module)
     return host is not None and (host.layout is not None or bool(stacks(module)))
 
@@ -64,7 +64,7 @@ def _host(module: nn.Module) -> Host:
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:
-    """Return an error text if a module's experts can't be codes, as they are not its own 3-D parameters; else None."""
+    """Return an error text if experts are not their module's own 3-D parameters, so can't be codes; else None."""
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None

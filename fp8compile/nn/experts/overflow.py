@@ -43,6 +43,6 @@ def place_counter(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, rows: Tensor) -> None:
-    """Add ``rows``, () int64, to a module's counter, except when checkpointing repeats a forward."""
+    """Add ``rows``, () int64, to a module's counter, but not when activation checkpointing repeats a forward."""
     counter = getattr(module, NAME)
     counter.copy_(counted(counter, rows))

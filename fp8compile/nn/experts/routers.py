@@ -21,9 +21,9 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _counts(experts: nn.Module, beside: nn.Module) -> set[int]:
-    """Return how many scores a router may give a token: one per expert of this rank, or of all ranks.
+    """Return the numbers of scores that a router may give a token: one per expert of this rank, or of all ranks.
 
-    The number on all ranks is the attribute ``num_experts`` of ``experts`` or of a module in the router, ``beside``.
+    For all ranks, ``num_experts`` of ``experts``, or of a module in the possible router ``beside``, gives the number.
     """
     own = layout_of(experts).num_experts
     said = {getattr(each, "num_experts", None) for each in (experts, *beside.modules())}
@@ -41,9 +41,9 @@ def _beside(module: nn.Module, parent: nn.Module) -> list[nn.Module]:
 
 
 def _routers_of(experts: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> set[nn.Module]:
-    """Return the routers among the siblings of ``experts``, or of the closest ancestor of ``experts`` that has any.
+    """Return the routers beside ``experts``, or else beside the closest ancestor of ``experts`` that has any.
 
-    ``parents`` has each module's parents. The search ends after `LEVELS` levels with siblings that have matrices.
+    ``parents`` has each module's parents. The search ends after `LEVELS` levels at which siblings have matrices.
     """
     below, level = {experts}, 0
     while below and level < LEVELS:

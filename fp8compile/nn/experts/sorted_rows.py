@@ -26,7 +26,7 @@ class SortedRows(NamedTuple):
 
 
 def _check_index(index: Tensor, num_experts: int) -> None:
-    """Raise unless each index is in 0 to ``num_experts``; ``num_experts`` stands for an expert of another rank."""
+    """Raise a ValueError, or assert on a GPU, unless 0 <= index <= ``num_experts`` (an expert of another rank)."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
     rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":

@@ -25,7 +25,7 @@ SPREAD = "_experts_are_spread"  # attribute of a module whose experts were sprea
 class DispatchOptions:
     """Options of expert parallelism: the capacity of messages, and whether rows travel as codes.
 
-    ``same_tokens`` is a mesh of ranks with the same tokens; each of these ranks sends a share of the tokens.
+    ``same_tokens`` is a mesh of ranks that all have the same tokens; each of them sends a part of the tokens.
     """
 
     capacity: int | None = None  # the number of rows that a rank may send to another; None for no limit
@@ -61,7 +61,7 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | 
     Args:
         module: A module whose own parameters are stacked weights, (experts, ...); converted or not. Changed in place.
         mesh: A mesh with one dim. The number of experts is a multiple of its ranks.
-        src_data_rank: The rank whose values are sent to all ranks; None if each rank takes its part of its own values.
+        src_data_rank: The rank whose values are sent to all ranks; None if each rank keeps a part of its own values.
 
     Raises:
         ValueError: The mesh has more than one dim, or the number of experts is not a multiple of the mesh's ranks.

@@ -82,7 +82,7 @@ def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _all_shares(local: Tensor, mesh: DeviceMesh, tokens: int) -> Tensor:
-    """All-gather the parts of tokens that `_own_share` made to (tokens, features)."""
+    """All-gather tokens that `_own_share` divided among ranks; return (tokens, features)."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     shape = Size((tokens, local.shape[1]))

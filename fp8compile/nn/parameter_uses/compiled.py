@@ -19,8 +19,8 @@ __all__ = ["uses_in_graph"]
 def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type[Any]) -> Uses:
     """Return how a graph that Dynamo made uses the parameters among its inputs.
 
-    ``inputs`` are in the order of the placeholders. ``traced`` is the class whose method was traced; nodes without an
-    ``nn_module_stack`` belong to this method.
+    ``inputs`` are in the order of the placeholders. ``traced`` is the class whose method was traced; the report names
+    this method for nodes without an ``nn_module_stack``.
     """
     given = [_value_of_input(each, owners) for each in inputs]
     reading = _Reading(traced)
@@ -50,9 +50,9 @@ class _Reading:
                 values[node] = self._called(graph, node, values)
 
     def _called(self, graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Value]) -> Value:
-        """Record how a node uses parameters; return the parameters that its result is computed from, or None for data.
+        """Record how a node uses parameters; return the parameters of which its result is a form, or None for data.
 
-        ``values`` maps each earlier node to parameters or None.
+        ``values`` maps each earlier node to parameters or None in the same way; `flow.py` defines form and data.
         """
         given: list[fx.Node] = []  # a node that is given twice is in the list twice
         fx.map_arg((node.args, node.kwargs), given.append)

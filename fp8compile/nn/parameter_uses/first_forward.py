@@ -83,7 +83,7 @@ def watched(model: nn.Module) -> Iterator[Watching]:
 
 
 def watch_first_forward(model: nn.Module, layers: set[nn.Module], *, strict: bool) -> None:
-    """Watch a model's next forward; warn if other code multiplies the weight of a layer in ``layers``.
+    """Watch a model's next forward; warn if code outside of ``layers``, FP8 layers, multiplies their weights.
 
     With ``strict`` an error is raised instead.
     """

@@ -69,9 +69,9 @@ def _kind_of(op: Any) -> Kind:
 
 
 def result_of(op: Any, operands: Sequence[Value]) -> tuple[Value, Met]:
-    """Return the parameters that the result of ``op`` is computed from, and the parameters that meet data, by `Kind`.
+    """Return the value of an operator's result, and the parameters that meet data in the operator, by `Kind`.
 
-    ``operands`` has a set of parameters for each tensor argument. None instead of a set stands for data.
+    ``operands`` has the value of each tensor argument. A value is a set of parameters, or None (DATA).
     """
     name, namespace = _name_and_namespace(op)
     if f"{namespace}::{name}" in LAYERS:

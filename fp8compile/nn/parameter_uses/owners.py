@@ -1,4 +1,4 @@
-"""Find the modules of a parameter by its memory: views and gathered weights are other tensor objects."""
+"""Find the modules of a parameter by its memory, because views and gathered weights are new tensor objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]
 
 
 def memory_of(tensor: Tensor) -> Hashable | None:
-    """Return a key of the memory of a tensor, or of a DTensor's local tensor; None without storage.
+    """Return a key for the storage of a tensor, or of a DTensor's local tensor; None if it has no storage.
 
     The key does not keep the memory alive.
     """
@@ -64,9 +64,9 @@ class Owners:
             slots.add((module, name))
 
     def of(self, memory: Hashable, tensor: Any) -> Value:
-        """Return the parameters in ``memory``, the key of a tensor's memory; None if it is not a parameter's memory.
+        """Return the (module, name) pairs of the parameter with the storage key ``memory``; None if there is none.
 
-        If several parameters lie in this memory, the parameter at the offset of ``tensor`` is returned.
+        If several parameters share the storage, the parameter at the offset of ``tensor`` is returned.
         """
         if memory not in self.parts and isinstance(tensor, nn.Parameter):
             self.refresh()

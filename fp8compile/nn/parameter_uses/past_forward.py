@@ -41,9 +41,9 @@ def past_forward(layer: nn.Module, uses: Uses) -> str | None:
 
 
 def settled(uses: Uses, owners: Owners) -> Uses:
-    """Return a copy of ``uses`` without uses of tied weights that need no warning.
+    """Return a copy of ``uses`` without those uses of tied weights that need no warning.
 
-    No warning is needed if a layer multiplies the weight in FP8 and another module, such as an embedding, shares it.
+    A weight needs none if a layer multiplies it in FP8 and another module, such as an embedding, shares it.
     """
     of_layers = {slot for layer in CONVERTED for slot in weight_slots(layer)}
 

@@ -56,7 +56,7 @@ class Uses:
             self.found[slot] = use
 
     def note(self, met: Met, method: str) -> None:
-        """Record one operator's uses of parameters, by kind in ``met``; ``method`` is the method that called it."""
+        """Record which parameters one operator uses, by kind in ``met``; ``method`` is the method that called it."""
         for kind, slots in met.items():
             if kind is Kind.FLOAT8:
                 self.in_float8 |= slots
