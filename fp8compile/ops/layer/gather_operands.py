@@ -82,11 +82,7 @@ def _gathered_codes(part: Quantized, cut: DimSharding) -> Tensor:
     if are_pairs and part.quantizer.code_bits() == 4 and packed_dim(part.quantizer) is None:
         return unpack(all_gather(pack(part.codes, last), cut.dim, cut.sizes, cut.group), last)
     sent = on_the_wire(part.codes, part.quantizer)
-    if sent.ndim == 2 and _compat.statically_equal(sent.stride(), (1, sent.shape[0])):
-        # written transposed for a GEMM that reads columns: gathered like that, they are not turned twice
-        codes = all_gather(sent.t(), 1 - cut.dim, cut.sizes, cut.group).t()
-    else:
-        codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
+    codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
     return codes if sent is part.codes else codes.view(torch.uint8)
 
 
