@@ -8,7 +8,7 @@ DTensor's own placements say.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fsdp_models as models
@@ -270,6 +270,30 @@ def library_on_ranks(backend, count):
 @pytest.mark.parametrize(("backend", "count"), [(None, 2), (None, 3), ("aot_eager", 2)])
 def test_the_example_librarys_quantizers_and_one_around_them_are_those_of_one_process(ranks, backend, count):
     assert ranks.run(library_on_ranks, backend, count, seconds=500) == [([], True)] * 4
+
+
+# ---------------------------------------------------------------------------------- codes written transposed
+
+
+def gathered_unlike_whole(cut_dim):
+    """Whether gathered codes differ from the whole's, if one rank's kernel wrote them column-major, and others not.
+
+    A rank whose rows end within a block takes no kernel, and of one row or none strides say nothing.
+    """
+    quantizer, sizes = f8.recipes.mxfp8().weight_for_grad_input, (64, 32, 1, 0)
+    shape = (sum(sizes), 40) if cut_dim == 0 else (40, sum(sizes))
+    x, rank = torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.distributed.get_rank()
+    cut = DimSharding(torch.distributed.group.WORLD, rank, cut_dim, sizes)
+    part = quantize_part(Plain(x.split(sizes, cut_dim)[rank], TensorLayout((cut,))), quantizer)
+    if rank == 0:
+        part = replace(part, codes=part.codes.t().contiguous().t())
+    found, whole = gather(part, 0), quantize_part(Plain(x, TensorLayout((None,))), quantizer)
+    return not torch.equal(found.codes, whole.codes) or not torch.equal(bits(found.scale), bits(whole.scale))
+
+
+@pytest.mark.parametrize("cut_dim", [0, 1])
+def test_ranks_gather_codes_in_one_layout_however_each_wrote_them(ranks, cut_dim):
+    assert ranks.run(gathered_unlike_whole, cut_dim) == [False] * 4
 
 
 # ---------------------------------------------------------------------------------- meshes of two dims

@@ -20,6 +20,7 @@ from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.quantize_columns import is_along_columns
 from fp8compile.quantizers import Quantizer
 
 __all__ = ["Part", "check_not_packed", "gather", "narrow"]
@@ -82,7 +83,12 @@ def _gathered_codes(part: Quantized, cut: DimSharding) -> Tensor:
     if are_pairs and part.quantizer.code_bits() == 4 and packed_dim(part.quantizer) is None:
         return unpack(all_gather(pack(part.codes, last), cut.dim, cut.sizes, cut.group), last)
     sent = on_the_wire(part.codes, part.quantizer)
-    codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
+    if sent.ndim == 2 and is_along_columns(part.quantizer):
+        # these codes are column-major: sent as they are, they need no copy. A shard's strides must not decide this,
+        # because all ranks have to send the same layout, and a shard of one row has the strides of both.
+        codes = all_gather(sent.t(), 1 - cut.dim, cut.sizes, cut.group).t()
+    else:
+        codes = all_gather(sent, cut.dim, cut.sizes, cut.group)
     return codes if sent is part.codes else codes.view(torch.uint8)
 
 
