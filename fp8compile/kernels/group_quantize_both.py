@@ -1,7 +1,7 @@
 """Kernel that reads groups of tokens once, and makes codes along rows and along tokens.
 
-A Triton program takes 128 columns of the transposed codes (tokens and padding) and 128 features, and quantizes these
-elements in both directions. Rows after the last group get codes along rows only.
+A Triton program quantizes a tile of 128 features and 128 tokens, padding between groups included, in both directions.
+Rows after the last group get codes along rows only.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class KeepsCodes(Module):
         super()._load_from_state_dict(*args)
 
     def _forget_before_a_swap(self) -> None:
-        """Drop kept codes, which refer to weights weakly, if moves and loads swap tensors: a swap would then fail."""
+        """Drop kept codes before PyTorch swaps a weight's tensor: the swap fails if a weak reference to it exists."""
         if torch.__future__.get_swap_module_params_on_conversion():
             for weight in self._parameters.values():
                 forget_codes(weight)

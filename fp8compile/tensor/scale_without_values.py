@@ -1,4 +1,4 @@
-"""Scales for a quantized parameter that has no values yet."""
+"""Scales for codes that are still to be written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["scale_without_values"]
 
 
 def scale_without_values(quantizer: Quantizer, shape: Sequence[int], value: float, device: torch.device) -> Tensor:
-    """Make the scales (dtype ``quantizer.scale_dtype()``) of codes that have no values yet.
+    """Make scales of shape ``shape`` and dtype ``quantizer.scale_dtype()`` for codes that are still to be written.
 
-    ``shape`` is the scales' shape. ``value`` (1.0, or NaN for codes that stand for NaN) is the multiplier (1 / scale)
-    of all blocks, or with two levels of scales the amax of all blocks.
+    ``value`` is the multiplier (1 / scale) of every block, or with two levels of scales its amax: 1.0 for codes of
+    zeros, and NaN for codes that nobody may read, because they then stand for NaN.
     """
     numbers = torch.full(tuple(shape), value, device=device)
     if quantizer.has_outer_scale():

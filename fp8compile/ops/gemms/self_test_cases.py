@@ -68,7 +68,7 @@ class ProductCase:
         return f"{' by '.join(sides)} to {SHORT[self.out_dtype]}{options}"
 
     def _sides(self) -> tuple[Quantizer, Quantizer]:
-        """Return both quantizers as the GEMM takes them, one of the two transposed: over (m, k) and over (k, n)."""
+        """Return the quantizers of the GEMM's operands (m, k) and (k, n): ``a`` or ``b`` is transposed for this."""
         return (transposed(self.a), self.b) if self.over_tokens else (self.a, transposed(self.b))
 
     @property

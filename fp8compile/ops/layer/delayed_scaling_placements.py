@@ -141,7 +141,7 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
             grad_output.
         of_weight: (1,) zero. The gradient is the amax of this rank's rows.
         amax: Amax of the whole weight for the output. If None, the op exchanges amaxes between ranks.
-        amax_for_grad_input: Amax of the whole weight for grad_input, or None.
+        amax_for_grad_input: Amax of the whole weight for grad_input. If None, the backward exchanges amaxes itself.
         multiplier: Multipliers (1 / scale) of the state, (3,) float32.
         rows: The rows that each rank has.
     """

@@ -58,9 +58,9 @@ def packed_while_kept(layout: TensorLayout, quantizer: Quantizer) -> int:
 
 
 def fits(x: Tensor, layout: TensorLayout, quantizer: Quantizer) -> bool:
-    """Whether codes of an input can be packed two to a byte, which needs an even size on every rank.
+    """Whether two codes can share a byte: the dim of `packed_while_kept` then has an even size on every rank.
 
-    All ranks give the same answer. Codes along tokens are padded to an even size, unless ranks shard the input.
+    An odd number of tokens is padded, if no ranks shard the input. All ranks give the same answer.
     """
     if _compat.is_dtensor(x):  # a multiple of 2 * ranks has even parts, however a mesh cuts it
         return x.ndim > 1 and x.shape[packed_while_kept(layout, quantizer)] % (2 * x.device_mesh.size()) == 0

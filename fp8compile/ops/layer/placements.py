@@ -509,7 +509,7 @@ class RowsOverFsdp(RowsOverFsdpBase):
     Attributes:
         amax: Amax of the whole weight for the output, if ranks have exchanged the amaxes of all layers in one message.
             If None, the op exchanges amaxes between ranks.
-        amax_for_grad_input: Amax of the whole weight for grad_input, or None.
+        amax_for_grad_input: Amax of the whole weight for grad_input. If None, the backward exchanges amaxes itself.
         rows: The rows that each rank has.
     """
 
@@ -531,7 +531,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     """Placement of the op for grad_input of a weight that FSDP shards by rows.
 
     Attributes:
-        amax: Amax of the whole weight for grad_input, or None.
+        amax: Amax of the whole weight for grad_input. If None, the op exchanges amaxes between ranks.
         multiplier: The forward's multipliers of input, weight and grad_output, (3,) float32; None without delayed
             scaling.
         rows: The rows that each rank has.

@@ -100,8 +100,8 @@ class GpuExplanation:
         bf16_problem: Why the unconverted model has no code; empty if it has code, or if nothing is converted.
         casts: Casts of the operands of each FP8 GEMM.
         gemms: Kinds of GEMM kernels that the GPU would use for converted layers, each with the number of GEMMs.
-        counted: Equal blocks to which the numbers were extrapolated, such as "model.layers.{1..30}"; empty if code was
-            generated for the whole model.
+        counted: Names of equal blocks whose numbers were extrapolated from two or three blocks, such as
+            "model.layers.{1..30}"; empty if code was generated for the whole model.
     """
 
     gpu: str
