@@ -93,7 +93,9 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     """
     grid = grid_shape(x.shape, block)
     if guard_or_false(x.numel() == 0):
-        return x.new_zeros(grid)
+        # Constants would do, but a rank without elements sends the same messages as others. In its graph, equal
+        # constants would be merged, and messages that depend on no gradient would be dropped from the backward.
+        return x.new_zeros(grid) + x.sum()
     magnitude = as_matrix(x).abs()
     if block in WHOLE_SIDES:
         if block[0] == -1 and is_unbacked(magnitude.shape[0]):

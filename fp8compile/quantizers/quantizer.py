@@ -147,7 +147,7 @@ class Quantizer(Constant):
         ``amax`` has shape ``scale_shape(shape)``, float32.
         """
         if guard_or_false(amax.numel() == 0):
-            return amax.new_zeros((1,))
+            return amax.new_zeros((1,)) + amax.sum()  # no constant, as in `block_amax`
         return amax.amax().view(1)
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     backward   gradient --cast to reduce_dtype--> reduce-scatter, mean --> mean over replicas --> shard's dtype
 
 These are the steps of `torch.distributed.fsdp.fully_shard` around a module, as nodes of the graph. Compiled code keeps
-only the shard for the backward, and repeats the gather there.
+only the shard for the backward, and repeats the gather there; it keeps vectors (biases and norms).
 """
 
 from __future__ import annotations
@@ -28,10 +28,17 @@ __all__ = ["fsdp_gather", "fsdp_reduce", "gathered", "reduced"]
 def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
     """All-gather a parameter's rows, in the shard's dtype; ``rows`` describes the sharding.
 
-    Compiled code gathers in the forward and again in the backward; with ``in_backward``, only in the backward.
+    Compiled code gathers in the forward and again in the backward; with ``in_backward``, only in the backward. Outside
+    of checkpointed regions it gathers a vector once, and keeps it.
     """
     if len(rows.sizes) == 1:
         return shard
+    if shard.ndim == 1 and not inductor.is_repeated_in_backward():
+        # Whether the backward reads a bias depends on which activations the partitioner keeps. It keeps others on a
+        # rank without tokens, which would not send what the other ranks wait for.
+        whole = all_gather(shard, 0, rows.sizes, rows.group)
+        inductor.never_recompute(whole)
+        return whole
     with inductor.recomputed(in_backward=in_backward):
         return all_gather(shard, 0, rows.sizes, rows.group)
 

@@ -161,7 +161,8 @@ def graph_fsdp(
     ``torch.compile(model, fullgraph=True)`` is then one graph. Weights of ``fp8compile.Linear`` and stacked (3-D)
     weights of experts in FP8 travel as the codes that forward or backward needs. Other parameters, such as those of
     Conv1D and of DBRX's experts, travel in the dtype in which they are used. Gradients travel in ``reduce_dtype``.
-    Compiled code keeps nothing that was gathered for the backward. Results have the same bits as with ``fully_shard``.
+    Of what it gathers, compiled code keeps only vectors (biases and norms) for the backward. Results have the same
+    bits as with ``fully_shard``.
 
     Parameters become DTensors with ``Shard(0)``, placed as ``fully_shard`` places them; shards may be uneven or empty.
     While the model's forward runs, its modules see whole parameters. Each rank cuts its shard from its own values:
