@@ -1,7 +1,7 @@
 """Compile caches on disk: a fresh process hits them, and a changed rule misses them.
 
-Every program here runs in a process of its own, with a copy of the package that the test may edit and a cache folder
-that the processes of one test share.
+Every program here runs in a process of its own, most with a copy of the package that the test may edit, and with a
+cache folder that the processes of one test share.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from processes import fake_rank
 
-import fp8compile
+import fp8compile as f8
 from benchmarks.compile_time import compile_once
 
-PACKAGE = Path(fp8compile.__file__).parent
+PACKAGE = Path(f8.__file__).parent
 
 STEP = """
 import json, torch, fp8compile as f8
@@ -204,3 +207,30 @@ def test_a_warm_start_of_a_model_misses_nothing(tmp_path, recipe):
     assert cold["misses"] > 0
     assert warm["hits"] > 0
     assert warm["misses"] == warm["bypasses"] == 0, warm
+
+
+# ---------------------------------------------------------------------------------- ranks
+
+
+def cached_on_a_rank(folder, groups):
+    """Counters of the cache after a layer over a mesh was compiled; that many groups were made before the mesh's."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    for _ in range(groups):
+        torch.distributed.new_group([0, 1])
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("data", "tensor"))["tensor"]
+    x, weight = (DTensor.from_local(torch.ones(size, 32), mesh, [Shard(1)]) for size in (4, 16))
+    layer = torch.compile(partial(f8.linear, recipe=f8.recipes.tensorwise()), fullgraph=True)
+    layer(x, weight)
+    return dict(torch._dynamo.utils.counters["aot_autograd"])
+
+
+def test_a_rank_hits_the_cache_and_neither_another_rank_nor_other_names_of_groups_do(tmp_path):
+    """Graphs have the names of their groups, which PyTorch counts up as groups are made."""
+    runs = [(0, 0, MISS), (0, 0, HIT), (2, 0, MISS), (0, 1, MISS)]
+    for rank, groups, expected in runs:
+        with fake_rank(rank, 4) as pool:
+            counters = pool.submit(cached_on_a_rank, str(tmp_path), groups).result()
+        assert_counted(counters, expected)

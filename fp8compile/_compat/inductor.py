@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -42,16 +43,19 @@ def async_tp() -> bool:
 
 
 def rank_salt() -> str:
-    """Return a text that makes compile cache keys differ between ranks; empty without torch.distributed.
+    """Return a text that makes compile cache keys differ between ranks and between process groups.
 
-    A rank's graph contains where the rank's shard begins, but AOTAutograd computes its cache key from an earlier graph
-    that is equal on all ranks. With a shared cache folder, PyTorch 2.13 ran another rank's graph.
+    A rank's graph contains where the rank's shard begins, and the names of process groups. AOTAutograd computes its
+    cache key from an earlier graph that is equal on all ranks, and from meshes without these names: PyTorch 2.13 and
+    2.15 run code of another rank, or of a run that made its groups in another order. Empty without torch.distributed.
     """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return ""
-    return f"-{distributed.get_rank()}"
+    world = distributed.distributed_c10d._world
+    groups = sorted((name, sorted(world.pg_group_ranks[group])) for group, name in world.pg_names.items())
+    return f"-{distributed.get_rank()}-{hashlib.sha256(repr(groups).encode()).hexdigest()[:8]}"
 
 
 def concatenated_buffers(parts: Sequence[Any], dim: int) -> Any:
