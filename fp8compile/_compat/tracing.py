@@ -38,6 +38,7 @@ __all__ = [
     "statically_true",
     "untraced",
     "when_graph_is_made",
+    "without_elements",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,6 +83,21 @@ def is_traced_as_subgraph() -> bool:
 
     tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
     return tracer is not None and tracer.parent_tracer is not None
+
+
+def without_elements(result: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    """Return ``result`` of operands of which one has no elements; with torch.distributed it depends on all operands.
+
+    Its values are constants. A rank without tokens has to send what other ranks send, but compilers merge messages
+    whose operands are equal constants, and drop messages of the backward that depend on no gradient.
+    """
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        for each in operands:
+            nothing = each.narrow(0, 0, 0) if each.ndim else each.expand(0)
+            result = result + nothing.to(result.dtype).sum()
+    return result
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8compile._compat import guard_or_false, is_unbacked, statically_equal, statically_true
+from fp8compile._compat import guard_or_false, is_unbacked, statically_equal, statically_true, without_elements
 from fp8compile.target import target_of
 
 __all__ = ["Block", "as_matrix", "block_amax", "check_block", "expand_blocks", "from_matrix", "grid_shape", "scaled"]
@@ -93,9 +93,7 @@ def block_amax(x: Tensor, block: Block) -> Tensor:
     """
     grid = grid_shape(x.shape, block)
     if guard_or_false(x.numel() == 0):
-        # Constants would do, but a rank without elements sends the same messages as others. In its graph, equal
-        # constants would be merged, and messages that depend on no gradient would be dropped from the backward.
-        return x.new_zeros(grid) + x.sum()
+        return without_elements(x.new_zeros(grid), x)
     magnitude = as_matrix(x).abs()
     if block in WHOLE_SIDES:
         if block[0] == -1 and is_unbacked(magnitude.shape[0]):

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fp8compile._compat import guard_or_false
+from fp8compile._compat import guard_or_false, without_elements
 from fp8compile.formats import E4M3, E5M2, ELEMENT_FORMATS, Float4Format, Float8Format, element_format
 from fp8compile.quantizers.blocks import (
     Block,
@@ -147,7 +147,7 @@ class Quantizer(Constant):
         ``amax`` has shape ``scale_shape(shape)``, float32.
         """
         if guard_or_false(amax.numel() == 0):
-            return amax.new_zeros((1,)) + amax.sum()  # no constant, as in `block_amax`
+            return without_elements(amax.new_zeros((1,)), amax)
         return amax.amax().view(1)
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.table import gemm_for
 from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT
-from fp8compile.ops.inductor_hints import after
 from fp8compile.quantizers import GemmConfig, Quantizer, gemm_kind
 from fp8compile.target import Target, target_of
 
@@ -68,13 +67,7 @@ def multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCon
     (m, k), (_, n) = a.shape, b.shape
     gemm = selected_gemm(a.quantizer, b.quantizer, a.codes.device, out_dtype, config)
     if _compat.any_is_zero((m, k, n)):
-        product = a.codes.new_zeros((m, n), dtype=out_dtype)
-        if not _compat.is_traced(a.codes):
-            return product
-        # A rank without elements sends messages for its operands as others do: traced, the product depends on them.
-        for each in (*a.parts(), *b.parts()):
-            product = after(product, each)
-        return product
+        return _compat.without_elements(a.codes.new_zeros((m, n), dtype=out_dtype), *a.parts(), *b.parts())
     return gemm.multiply(a, b, out_dtype, config)
 
 
