@@ -1,13 +1,13 @@
 """fine_grained_fp8: the layout of DeepSeek's checkpoints, which transformers, vLLM and SGLang read.
 
     weight            (N, K) e4m3: N output and K input features
-    weight_scale_inv  (N / 128, K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it
+    weight_scale_inv  (ceil(N / 128), K / 128) float32 or E8M0, or () for one scale; codes are multiplied by it
     activation_scale  () float32, if inputs have static scales
 
 transformers computes the block size from the shapes: N / rows of scales, K / columns of scales. For N = 192, which has
-blocks of 128 and 64 rows, transformers would assume two blocks of 96. K therefore has to be a multiple of 128, and N a
-multiple of 128 or not divisible by the number of blocks, such as DeepSeek's 576 (5 blocks). vLLM and SGLang read
-such weights, and transformers refuses to dequantize them.
+blocks of 128 and 64 rows, transformers would assume two blocks of 96. So K has to be a multiple of 128. N too, unless the division leaves a
+remainder, as 576 / 5 does for a weight of DeepSeek: transformers then refuses to dequantize the weight, while vLLM and
+SGLang read it.
 
 Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; vLLM, ``quantization/fp8.py``.
 """

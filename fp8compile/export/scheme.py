@@ -126,7 +126,7 @@ class Format:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     def scheme(self, kind: str | None) -> Scheme | None:
-        """Return the scheme for weights of this kind; None if the format can't hold them."""
+        """Return the scheme for a weight of a kind, a result of `kind_of`; None if the format can't hold it."""
         return next((each for each in self.schemes if each.kind == kind), None)
 
     def refusal(self, kind: str | None) -> str:

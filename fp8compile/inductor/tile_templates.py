@@ -57,7 +57,10 @@ def lower_computing(launch: Callable[..., TileLaunch | None], x: Any, *args: Any
 
 
 def _computed(x: Any, made: torch.fx.Node) -> Any:
-    """Return the pointwise IR of ``x``; None if ``x`` is no matrix on a GPU, has other IR or an earlier reader."""
+    """Return the pointwise IR of ``x``, the result of node ``made``.
+
+    None if it is no matrix on a GPU, has other IR, or is read by a node before the current one.
+    """
     if x.get_device().type != "cuda" or len(x.get_size()) != 2:
         return None
     node = V.graph.current_node

@@ -106,8 +106,9 @@ def amaxes_kernel(
 ):  # fmt: skip
     """Update the amaxes of E groups, (2, E), with one tile of ``x``, (R, K), atomically.
 
-    Row 0 has amaxes of values (if HAS_ROWS), row 1 amaxes of Hadamard sums along tokens (if HAS_COLUMNS). The tile has
-    GROUPS * 16 tokens and COLUMNS columns. Bit i of C_NEGATIVE is 1 if the transform's sign i is negative.
+    Row 0 is for codes along rows (HAS_ROWS), and has amaxes of values. Row 1 is for codes along tokens (HAS_COLUMNS),
+    and has amaxes of Hadamard sums with C_TRANSFORM, else of values. A tile has GROUPS * 16 tokens and COLUMNS
+    features. Bit i of C_NEGATIVE is 1 if the transform's sign i is negative.
     """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
     group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)

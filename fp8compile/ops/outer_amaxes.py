@@ -35,8 +35,8 @@ def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tenso
 def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
     """Return a contiguous copy of the matrix, and its amax, (1,) float32, for each quantizer.
 
-    The amaxes differ if ``columns`` has a transform. Blocks are (1, 16) and (16, 1). On a GPU, the number of rows is a
-    multiple of 16.
+    Blocks are (1, 16) and (16, 1). Only ``columns`` may have a transform. On a GPU, callers must pass a multiple of 16
+    rows.
     """
     return _step_by_step(x, rows, columns)
 

@@ -165,7 +165,10 @@ def _with_largest(x: Tensor) -> Tensor:
 
 
 def _two_levels(x: Tensor, quantizer: TwoLevelScaling, ends: Tensor, *, along_rows: bool) -> Exact:
-    """Quantize tokens (R, features) of groups with two levels of scales; each outer scale is a power of two."""
+    """Scale each group of ``x``, (R, features), by a power of two, and quantize it along rows or along tokens.
+
+    Blocks of ``x`` have amax 6, so each outer scale is a power of two, and the codes are exact.
+    """
     exponents = torch.arange(len(GROUP_SIZES)) - 1
     values = x.clone()
     for group, (own, _) in enumerate(spans(ends, 1)):

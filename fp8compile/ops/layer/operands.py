@@ -368,7 +368,7 @@ def _repacked(codes: Tensor) -> Tensor:
 
 
 def _without_padding(stack: Quantized, rows: int) -> Quantized:
-    """Remove the padding of stacked weights, so that each has ``rows`` rows; codes packed along columns keep it."""
+    """Cut each of stacked weights to ``rows`` rows; leave codes that are packed along columns padded."""
     if stack.codes.shape[1] == rows or packed_dim(stack.quantizer) == -2:
         return stack
     blocks = stack.quantizer.scale_shape((rows, stack.codes.shape[2]))[0]

@@ -181,12 +181,12 @@ def _by_graphs(
 
 
 @contextmanager
-def _run_by(
+def _for_a_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, values: bool
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Context that yields arguments for a call: real ones with ``values``, else fake tensors.
+    """Context for a call of the model: yields the arguments as given with ``values``, else as fake tensors.
 
-    The model's modes, buffers and gradients are restored at exit.
+    Without ``values``, the model's tensors are fake too. Its modes, buffers and gradients are restored at exit.
     """
     with kept_state(model, (args, kwargs)), untold():
         if values:
@@ -250,12 +250,12 @@ def explain_in_steps(
     if values is None or is_spread(model):
         values = _needs_values(model, args, kwargs)
     names = Names.of(model)
-    with _run_by(model, args, kwargs, values=values) as (given, named):
+    with _for_a_call(model, args, kwargs, values=values) as (given, named):
         found, graphs = _by_graphs(model, given, named, gpu, peaks, names)
     yield found
     if gpu is not None and peaks is not None and found.gpu is not None and not found.gpu.problem:
         log.info("generating code for %s", peaks.name)
-        with _run_by(model, args, kwargs, values=values) as (given, named):
+        with _for_a_call(model, args, kwargs, values=values) as (given, named):
             on_gpu = explain_gpu(model, given, named, names, GPUS[gpu], name=peaks.name, graphs=graphs)
         yield replace(found, gpu=on_gpu)
 
