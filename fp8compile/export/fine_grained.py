@@ -5,9 +5,9 @@
     activation_scale  () float32, if inputs have static scales
 
 transformers computes the block size from the shapes: N / rows of scales, K / columns of scales. For N = 192, which has
-blocks of 128 and 64 rows, transformers would assume two blocks of 96. So K has to be a multiple of 128. N too, unless the division leaves a
-remainder, as 576 / 5 does for a weight of DeepSeek: transformers then refuses to dequantize the weight, while vLLM and
-SGLang read it.
+blocks of 128 and 64 rows, it would assume two blocks of 96. So K has to be a multiple of 128. N too, unless the
+division leaves a remainder, as 576 / 5 does for a weight of DeepSeek: transformers then refuses to dequantize the
+weight, while vLLM and SGLang read it.
 
 Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; vLLM, ``quantization/fp8.py``.
 """
