@@ -209,7 +209,7 @@ def _as_it_lies(codes: Quantized, weight: Weight) -> Quantized:
 
 
 def _has_rows(tensor: Tensor, index: Mapping[str, Tensor]) -> bool:
-    """Whether ``index``, from `_index_of_rows`, has indices of rows and not of elements."""
+    """Whether ``index``, from `_index_of_rows`, numbers rows of ``tensor``; False if it numbers single elements."""
     return tensor.ndim > 1 and sum(each.numel() for each in index.values()) != tensor.numel()
 
 

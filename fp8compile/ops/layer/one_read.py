@@ -199,7 +199,7 @@ def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer, *, counts
 
 
 def _has_packed_kernel(part: Plain, rows: Any, columns: Any) -> bool:
-    """Whether one kernel makes packed four-bit codes along rows and along columns."""
+    """Whether one kernel quantizes ``part`` with ``rows`` and ``columns``, quantizers of packed four-bit codes."""
     sizes = part.local.shape
     return (
         is_packed_pair(rows, columns)

@@ -263,7 +263,11 @@ def register_layer(
 
 
 def _prepare(placement: type[Placement], *, ends: bool) -> Callable[..., Sequence[Any]] | None:
-    """Return the function that changes or checks the output op's arguments before a call, or None."""
+    """Return a function that the output op's arguments go through before a call; None if there is nothing to do.
+
+    The function raises if weight codes are out of date. With ``ends``, it drops a frozen weight's quantizers for
+    grad_weight.
+    """
     steps: list[Callable[..., Sequence[Any]]] = []
     if placement.has_codes:
         steps.append(output_and_gradients.for_unwritten_weight)

@@ -56,8 +56,11 @@ class _Weight:
     def parameter(self) -> nn.Parameter:
         return attrgetter(self.name)(self.module)
 
-    def is_alone(self, users: list[nn.Module]) -> bool:
-        """Whether all ``users``, the modules that have the parameter, multiply by the same codes."""
+    def suits_all(self, users: list[nn.Module]) -> bool:
+        """Whether one set of gathered codes serves all ``users``, the modules that have the parameter.
+
+        Experts' weights and weights with delayed scaling may have one user only.
+        """
         if len(users) == 1 or self.parameter.ndim == 3 or isinstance(self.module.recipe.weight, DelayedScaling):
             return len(users) == 1
         kind = Linear if isinstance(self.module, Linear) else type(self.module)
@@ -119,7 +122,7 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
             return f"codes of {quantizer!r} depend on where in the tensor a value stands"
         if quantizer.unpacked() is None:
             return f"{quantizer!r} packs codes, and its unpacked() returns no quantizer of one a byte, which ranks cut"
-    if not weight.is_alone(users):
+    if not weight.suits_all(users):
         return "another module reads the weight too (tied), in high precision or by another recipe"
     if weight.parameter.ndim == 3 and any(cut.dim > 0 for cut in _cuts_of(weight.parameter)):
         return "tensor parallel ranks have parts of each expert's matrix"

@@ -53,7 +53,7 @@ class Accessed:
     span: tuple[int, int]
 
     def elements(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays, by accesses to an element: its byte address, and the index of the Triton program."""
+        """Return the byte address and the Triton program's index of each access to an element, as two arrays."""
         owners = self.programs if len(self.pointers) > 1 else self.programs[:1]
         counts = np.count_nonzero(self.mask.reshape(len(self.mask), -1), axis=1)
         addresses, programs = self.pointers[self.mask], np.repeat(owners, counts)
