@@ -34,8 +34,8 @@ def gathered(shard: Tensor, rows: Rows, *, in_backward: bool = False) -> Tensor:
     if len(rows.sizes) == 1:
         return shard
     if shard.ndim == 1 and not inductor.is_repeated_in_backward():
-        # Whether the backward reads a bias depends on which activations the partitioner keeps. It keeps others on a
-        # rank without tokens, which would not send what the other ranks wait for.
+        # Whether the backward reads a bias depends on which activations the partitioner keeps, and so on their sizes.
+        # Ranks with other sizes would wait for a message that this rank does not send.
         whole = all_gather(shard, 0, rows.sizes, rows.group)
         inductor.never_recompute(whole)
         return whole

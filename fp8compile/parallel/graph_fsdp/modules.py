@@ -74,6 +74,23 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return pytree.tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
 
 
+def _check_elements(inputs: Any) -> None:
+    """Raise a ValueError if a model is compiled for training with inputs of which none has an element.
+
+    The partitioner chooses by sizes what the backward computes again, and so which parameters it gathers again. Other
+    ranks would wait for gathers that this rank leaves out.
+    """
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+        return
+    sizes = [value.numel() for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
+    if sizes and all(_compat.guard_or_false(size == 0) for size in sizes):
+        raise ValueError(
+            "graph_fsdp: no input of the compiled model has an element on this rank. Its backward would send other "
+            "messages than those of ranks with tokens, which would wait for ever. Pad the batch to the shape that it "
+            "has on other ranks, and mask the loss of what is padding."
+        )
+
+
 class _ShardedModule(nn.Module):
     graph_fsdp: ModuleState
 
@@ -83,6 +100,7 @@ class _ShardedModule(nn.Module):
             args, kwargs = _cast((args, kwargs), state.cast.param_dtype)
         starts = not state.forward.runs
         if starts:  # a nested or repeated forward writes nothing: PyTorch 2.11 traces no write in checkpointed code
+            _check_elements((args, kwargs))
             state.forward.runs = True
         layers = self._without_amaxes()
         try:
