@@ -12,6 +12,7 @@ from fp8compile._compat.inductor import *
 from fp8compile._compat.modes import *
 from fp8compile._compat.modules import *
 from fp8compile._compat.optimizers import *
+from fp8compile._compat.process_groups import *
 from fp8compile._compat.serialization import *
 from fp8compile._compat.tracing import *
 from fp8compile._compat.versions import *

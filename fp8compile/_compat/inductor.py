@@ -1,9 +1,8 @@
-"""Private interfaces of Inductor, a fix for one bug, and cache keys that differ between ranks."""
+"""Private interfaces of Inductor, and a fix for one bug."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 from fp8compile._compat.imports import when_imported
 from fp8compile._compat.versions import TORCH_VERSION
 
-__all__ = ["async_tp", "concatenated_buffers", "rank_salt"]
+__all__ = ["async_tp", "concatenated_buffers"]
 
 
 def _share_constant_types() -> None:
@@ -40,23 +39,6 @@ def async_tp() -> bool:
     """Whether Inductor's async tensor parallelism is on, which fuses GEMMs with adjacent collectives."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and config._micro_pipeline_tp
-
-
-def rank_salt() -> str:
-    """Return a text that makes compile cache keys differ between ranks and between process groups.
-
-    A rank's graph contains where the rank's shard begins, and the names of process groups. AOTAutograd computes its
-    cache key from an earlier graph that is equal on all ranks, and from meshes without these names: PyTorch 2.13 and
-    2.15 run code of another rank, or of a run that made its groups in another order. Empty without torch.distributed.
-    """
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ""
-    world = distributed.distributed_c10d._world
-    # Thousands of calls a model: hashes of integers are fast, and the same in all processes.
-    groups = sorted((name, hash(tuple(world.pg_group_ranks[group]))) for group, name in world.pg_names.items())
-    return f"-{distributed.get_rank()}-{hashlib.sha256(repr(groups).encode()).hexdigest()[:8]}"
 
 
 def concatenated_buffers(parts: Sequence[Any], dim: int) -> Any:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.autograd import forward_ad
 
 from fp8compile._compat.imports import when_imported
+from fp8compile._compat.process_groups import has_process_groups
 
 __all__ = [
     "any_is_zero",
@@ -91,9 +92,7 @@ def without_elements(result: torch.Tensor, *operands: torch.Tensor) -> torch.Ten
     Its values are constants. A rank without tokens has to send what other ranks send, but compilers merge messages
     whose operands are equal constants, and drop messages of the backward that depend on no gradient.
     """
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized():
+    if has_process_groups():
         for each in operands:
             nothing = each.narrow(0, 0, 0) if each.ndim else each.expand(0)
             result = result + nothing.to(result.dtype).sum()

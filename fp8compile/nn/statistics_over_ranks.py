@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8compile import _compat
 from fp8compile.ops.collectives import all_reduce, all_reduce_extreme
 from fp8compile.ops.layer.statistics.observe import Observer
 
@@ -19,7 +20,7 @@ Totals = tuple[Tensor, Tensor]  # sums and maxima
 
 def num_ranks() -> int:
     """Return the number of ranks of the default process group; 1 without a group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _compat.has_process_groups() else 1
 
 
 def rank() -> int:

@@ -120,16 +120,16 @@ def _global_name(cls: type[Any]) -> str:
     return name if NAMED[name] == 1 else f"{name}_{NAMED[name]}"
 
 
-def _expression(value: Any, names: dict[str, type[Any]]) -> str:
+def _expression(value: Any, names: dict[str, type[Any]], rank_salt: str) -> str:
     if isinstance(value, Constant):
         cls = type(value)
         names[_global_name(cls)] = cls  # type: ignore[arg-type]  # classes are hashable
-        arguments = [f"{f.name}={_expression(getattr(value, f.name), names)}" for f in fields(value)]
-        salt = source_salt(cls) + _compat.rank_salt()  # type: ignore[arg-type]  # classes are hashable
+        arguments = [f"{f.name}={_expression(getattr(value, f.name), names, rank_salt)}" for f in fields(value)]
+        salt = source_salt(cls) + rank_salt  # type: ignore[arg-type]  # classes are hashable
         name = _global_name(cls)  # type: ignore[arg-type]  # classes are hashable
         return f"{name}.from_graph({', '.join([repr(salt), *arguments])})"
     if isinstance(value, tuple):
-        return "(" + "".join(_expression(v, names) + ", " for v in value) + ")"
+        return "(" + "".join(_expression(v, names, rank_salt) + ", " for v in value) + ")"
     return repr(value)
 
 
@@ -216,4 +216,4 @@ class Constant(_compat.OpaqueBase):
     def __fx_repr__(self) -> tuple[str, dict[str, type[Any]]]:
         """Return this constant's expression in a graph's source, and the classes it names, by name."""
         names: dict[str, type[Any]] = {}
-        return _expression(self, names), names
+        return _expression(self, names, _compat.rank_salt()), names
