@@ -46,20 +46,15 @@ def mesh():
     return DeviceMesh("cpu", torch.arange(RANKS))
 
 
-def data_parallel(recipe):
+def messages(recipe):
+    """What this rank sends in its forward and in its backward; only the first rank has a token."""
     from torch.distributed.tensor import DTensor, Shard, distribute_module
 
     model = distribute_module(layers(recipe).bfloat16(), mesh())
-    return model, lambda x: DTensor.from_local(x, mesh(), [Shard(0)], shape=(1, WIDTH), stride=(WIDTH, 1))
-
-
-def messages(recipe):
-    """What this rank sends in its forward and in its backward; only the first rank has a token."""
-    model, placed = data_parallel(recipe)
     tokens = 1 - torch.distributed.get_rank()
     x = torch.randn(tokens, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    forward, backward, _ = compiled_model(model, x=placed(x))
-    return forward, backward
+    placed = DTensor.from_local(x, mesh(), [Shard(0)], shape=(1, WIDTH), stride=(WIDTH, 1))
+    return compiled_model(model, x=placed)[:2]
 
 
 def refusal(tokens, *, trains):
@@ -85,8 +80,7 @@ def test_it_sends_what_the_others_send(ranks, recipe):
 
 def test_fsdp_in_the_graph_refuses_inputs_without_elements(ranks):
     """The partitioner keeps other activations there, and the backward would gather other parameters again."""
-    assert all(
-        "no input of the compiled model has an element" in text for text in ranks(partial(refusal, trains=True), 0)
-    )
-    assert ranks(partial(refusal, trains=True), 1) == ["", ""]
-    assert ranks(partial(refusal, trains=False), 0) == ["", ""]
+    trains, infers = partial(refusal, trains=True), partial(refusal, trains=False)
+    assert all("no input of the compiled model has an element" in text for text in ranks(trains, 0))
+    assert ranks(trains, 1) == ["", ""]
+    assert ranks(infers, 0) == ["", ""]

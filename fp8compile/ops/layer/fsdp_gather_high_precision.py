@@ -3,8 +3,9 @@
     forward    shard --cast to dtype--> all-gather --> the parameter
     backward   gradient --cast to reduce_dtype--> reduce-scatter, mean --> mean over replicas --> shard's dtype
 
-These are the steps of `torch.distributed.fsdp.fully_shard` around a module, as nodes of the graph. Compiled code keeps
-only the shard for the backward, and repeats the gather there; it keeps vectors (biases and norms).
+These are the steps of `torch.distributed.fsdp.fully_shard` around a module, as nodes of the graph. For the
+backward, compiled code keeps a gathered vector (a bias or a norm). Of other parameters it keeps only the shard, and
+repeats the gather.
 """
 
 from __future__ import annotations

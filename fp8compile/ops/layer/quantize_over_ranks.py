@@ -217,7 +217,9 @@ def outer_amax_of(amaxes: Tensor, quantizer: Quantizer, batch: int, steps: Steps
     if not batch:
         return steps.outer_amax(amaxes, quantizer)
     if _takes_all_matrices(quantizer):
-        return amaxes.amax((1, 2)) if amaxes.numel() else amaxes.sum((1, 2))
+        if not amaxes.numel():
+            return _compat.without_elements(amaxes.new_zeros(len(amaxes)), amaxes)
+        return amaxes.amax((1, 2))
     return torch.cat([amaxes.new_empty(0), *(steps.outer_amax(each, quantizer) for each in amaxes)])
 
 
