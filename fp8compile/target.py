@@ -111,7 +111,9 @@ CAPABILITIES = {
 
 
 def target_called(name: str) -> Target:
-    """The target with this name, and the default `Build`: ``"cpu"``, or a key of ``CAPABILITIES``.
+    """Return the target with this name and the default `Build`.
+
+    ``name`` is ``"cpu"`` or a key of ``CAPABILITIES``.
 
     Raises:
         ValueError: There is no such name.

@@ -1,4 +1,4 @@
-"""Builds self-contained HTML pages, without external scripts, fonts or images; also well-formed XML."""
+"""Builds HTML pages without external scripts, fonts or images; the pages are also well-formed XML."""
 
 from __future__ import annotations
 

@@ -65,7 +65,10 @@ def in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tens
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each tied parameter, which a checkpoint does not store, to the name of the parameter it is tied to."""
+    """Map each tied parameter, which a checkpoint does not store, to the name of the parameter it is tied to.
+
+    The mapping is empty for a model that is not of transformers.
+    """
     tied: Any = getattr(model, "all_tied_weights_keys", None) if is_of_transformers(model) else None
     return dict(tied or {})
 

@@ -87,7 +87,10 @@ RESHAPES = {
 
 
 def behind_reshapes(node: torch.fx.Node) -> torch.fx.Node:
-    """Follow reshapes and rounding barriers back from a node; return the node before them, with the same elements."""
+    """Follow reshapes and barriers back from a node; return the node before them, with the same elements.
+
+    A barrier views a tensor's bits as integers, xors them with 0 and views them back.
+    """
     while (shown := _before_barrier(node) or _before_view(node, RESHAPES)) is not None:
         node = shown
     return node

@@ -37,7 +37,14 @@ def _from_json(value: Any) -> Any:
     name = value.get(CLASS)
     if name not in CLASSES:
         raise ValueError(f"a recipe in JSON has the class {name!r}; it is one of {', '.join(CLASSES)}.")
-    return CLASSES[name](**{key: _from_json(each) for key, each in value.items() if key != CLASS})
+    given = {key: _from_json(each) for key, each in value.items() if key != CLASS}
+    known = [each.name for each in fields(CLASSES[name])]
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(
+            f"a {name} in JSON has the fields {', '.join(unknown)}, which the class does not have; it has "
+            f"{', '.join(known)}. Was it written by another version of fp8compile?"
+        )
+    return CLASSES[name](**given)
 
 
 def recipe_to_json(recipe: Any) -> Any:

@@ -46,14 +46,15 @@ def compile(
     Args:
         model: Any module, whether `convert` has converted it or not.
         blocks: Modules of the model that are alike, such as ``model.model.layers``; no block contains another one.
-            ``()``, for no blocks, is plain ``torch.compile``. By default the blocks of `repeated_blocks`.
+            ``()``, for no blocks, is plain ``torch.compile``. By default those that `repeated_blocks` finds.
         fullgraph: Passed to ``torch.compile``, whose own default is False.
         saved: Which tensors the forward saves as codes for the backward, inside of blocks too; None for none.
         **options: Other options of ``torch.compile``. With ``dynamic=True`` sizes may vary, but a new value of a
             float, such as a module's attribute, compiles another graph.
 
     Returns:
-        The module that ``torch.compile`` returns. It has the model's attributes, and its type is the model's.
+        The module that ``torch.compile`` returns, an ``OptimizedModule``, with the attributes of ``model``. For type
+        checkers it has the type of ``model``.
 
     Raises:
         TypeError: The model or a block is not a module, or ``saved`` is no `SavedAsCodes`.

@@ -1,7 +1,8 @@
-"""fp8compile::scatter_sum: reduce-scatter a DTensor; in the backward, the gradient stays sharded.
+"""fp8compile::scatter_sum: reduce-scatter a layer's output, a DTensor of partial sums; its gradient stays sharded.
 
-DTensor's own redistribution would gather the gradient in high precision. With this op the layer quantizes its shard of
-the gradient, and gathers codes. For a plain tensor the op is a copy.
+In the backward, DTensor's own redistribution would gather the gradient in high precision. This op returns the gradient
+as it is; the layer then quantizes its shard, and ranks gather codes. `fp8compile.parallel.dtensor_layer` has the
+messages; the kernel here, for plain tensors, only copies.
 """
 
 from __future__ import annotations

@@ -138,6 +138,8 @@ def test_what_it_can_not_do_is_refused(folder, tmp_path):
         F8Config(f8.recipes.of_quantizer(Own()))
     with pytest.raises(ValueError, match="class 'Constant'"):
         recipe_from_json({"class": "Constant"})
+    with pytest.raises(ValueError, match="a Recipe in JSON has the fields wieght, which"):
+        recipe_from_json({"class": "Recipe", "wieght": None})
     bf16_wgrad = f8.Recipe(input=f8.CurrentScaling(), weight=f8.CurrentScaling())
     with pytest.raises(ValueError, match="leaves a product of the weight in high precision"):
         loaded(folder / "llama", F8Config(bf16_wgrad, quantized_parameters=True))

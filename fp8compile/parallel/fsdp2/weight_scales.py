@@ -107,8 +107,8 @@ class WeightScales:
     def of(self, module: nn.Module, name: str, slot: str) -> Scales:
         """Return the multiplier (1 / scale), the scales of blocks and the outer scale (or None) of a weight.
 
-        The weight is the parameter ``name`` of ``module``; ``slot`` is the recipe's field of its quantizer. With
-        delayed scaling, the last backward computed the multiplier.
+        The weight is the parameter ``name`` of ``module``; ``slot`` names the recipe's field that holds the weight's
+        quantizer. With delayed scaling, the last backward computed the multiplier.
         """
         found = self._of_now(module, name)
         return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)

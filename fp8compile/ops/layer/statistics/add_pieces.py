@@ -65,7 +65,10 @@ class Pieces:
     first: int = 0
 
     def flags(self) -> list[int]:
-        """Return ``first``, ``has_values``, ``counts``, and this rank's share of all elements as two ints."""
+        """Return five ints: ``first``, ``has_values``, ``counts``, numerator and denominator of a fraction.
+
+        The fraction is this rank's share of each matrix's elements.
+        """
         cuts = [cut for cut in self.layout.cuts if cut is not None and cut.dim >= self.layout.batch]
         length = total = 1
         for cut in cuts:
