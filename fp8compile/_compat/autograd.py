@@ -1,4 +1,4 @@
-"""Private interfaces of autograd and dispatcher: derivatives, version counters, saved-tensor hooks."""
+"""Private interfaces of autograd and dispatcher: derivatives, autocast, version counters, saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fp8compile._compat.tracing import no_dispatch
 __all__ = [
     "active_saved_tensor_hooks",
     "as_kernel",
+    "autocast_dtype",
     "counting_versions",
     "impl_autograd",
     "is_written_in_graph",
@@ -121,6 +122,14 @@ def _records_nothing() -> bool:
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a tensor's device; None if autocast is off there, or on ``meta``."""
+    if not torch._C._is_any_autocast_enabled():  # a third of the time of a question for one device
+        return None
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def counting_versions() -> AbstractContextManager[None]:

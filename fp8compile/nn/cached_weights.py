@@ -85,7 +85,7 @@ class KeepsCodes(Module):
         if weight is None or not isinstance(weight, nn.Parameter) or has_codes(_compat.local_itself(weight)):
             return None  # it is computed in each forward, as by a parametrization or torch.func.functional_call
         _check_here(self, weight)
-        autocast = _autocast(weight)
+        autocast = _compat.autocast_dtype(weight)
         if torch.compiler.is_compiling():
             _make_at_trace(autocast)
             found = known_codes(weight)
@@ -136,11 +136,6 @@ def _check_here(module: nn.Module, weight: Tensor) -> None:
         reason = "FSDP gathers its values; fp8compile.parallel.fsdp_float8_all_gather, before fully_shard, keeps codes"
     if reason is not None:
         raise ValueError(f"cache_weights: the codes of this weight are not kept, because {reason}. {OTHERWISE}")
-
-
-def _autocast(weight: Tensor) -> torch.dtype | None:
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def _can_count(weight: Tensor) -> bool:
@@ -214,7 +209,9 @@ def renew_weight_codes(model: Model) -> Model:
             scales.forget()
     for module, weight, is_turned in _every(layers):
         if _can_count(weight):
-            codes = codes_of(weight, module.recipe, _autocast(weight) or weight.dtype, is_turned=is_turned)
+            codes = codes_of(
+                weight, module.recipe, _compat.autocast_dtype(weight) or weight.dtype, is_turned=is_turned
+            )
             codes.is_in_step = False
             codes.renew()
     return model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8compile import ops
-from fp8compile._compat import is_dtensor
+from fp8compile._compat import autocast_dtype, is_dtensor
 from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.linear import Linear, become_float8
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
@@ -51,8 +51,8 @@ def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
     def seen(layer: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(layer, Linear)
         x: Tensor = args[0]
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if (dtype := autocast_dtype(x)) is not None:
+            x = x.to(dtype)
         quantizer: Any = _delayed(layer.recipe.input)
         amax = ops.amax(x.detach(), quantizer).view(())
         found[layer] = torch.maximum(found[layer], amax) if layer in found else amax

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fp8compile._compat import is_dtensor, local_itself
+from fp8compile._compat import autocast_dtype, is_dtensor, local_itself
 from fp8compile.nn.delayed_state import DelayedState, check_state
 from fp8compile.ops import delayed_linear, known_codes_linear, shared_scale_linear
 from fp8compile.ops import linear as linear_op
@@ -105,9 +105,8 @@ def in_dtype_of_autocast(function: str, operands: dict[str, Tensor]) -> dict[str
     ``operands`` maps names, such as ``"x"``, to tensors; ``function`` names the caller in errors.
     """
     x = operands["x"]
-    if not isinstance(x, Tensor) or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or (dtype := autocast_dtype(x)) is None:
         return operands
-    dtype = torch.get_autocast_dtype(x.device.type)
     _check_castable(function, operands["weight"], dtype)
     return {
         name: t.to(dtype) if isinstance(t, Tensor) and t.dtype in SOURCE_DTYPES else t for name, t in operands.items()

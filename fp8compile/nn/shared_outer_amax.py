@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8compile import ops
-from fp8compile._compat import is_dtensor, local_itself, replicated
+from fp8compile._compat import autocast_dtype, is_dtensor, local_itself, replicated
 from fp8compile.quantizers import CurrentScaling, Quantizer
 from fp8compile.tensor import SOURCE_DTYPES, has_codes
 
@@ -47,9 +47,7 @@ def shared_outer_amax(weights: Sequence[Tensor], quantizer: Quantizer) -> Tensor
     if any(has_codes(local_itself(each)) for each in weights):
         return None
     _check_together(weights)
-    device, dtype = weights[0].device.type, None
-    if device != "meta" and torch.is_autocast_enabled(device) and weights[0].dtype in SOURCE_DTYPES:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(weights[0]) if weights[0].dtype in SOURCE_DTYPES else None
     found = torch.cat([_amax(each, quantizer, dtype) for each in weights]).amax(0, keepdim=True)
     if not is_dtensor(weights[0]):
         return found

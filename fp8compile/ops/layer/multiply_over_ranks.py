@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,8 +91,7 @@ def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized)
     return _step(gemm, role_a, role_b, same=same)
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """This rank's part of a GEMM's result.
 
     Attributes:

@@ -159,7 +159,7 @@ def _ungathered(weight: DTensor, sharding: ParameterSharding) -> UngatheredStack
     The grouped GEMMs gather the codes.
     """
     local = weight.to_local()
-    used = used_dtype(sharding, local.device.type)
+    used = used_dtype(sharding, local)
     _check_one_cast("experts", weight, sharding, used)
     spread = None
     if sharding.tensor_parallel is not None:
@@ -186,11 +186,11 @@ def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterShar
             f"Linear: {one} is spread over tensor parallel ranks and {other} is not. Use parallelize_module for all "
             "of the layer, or for none of it."
         )
-    used = used_dtype(sharding, x.device.type)
+    used = used_dtype(sharding, x)
     _check_one_cast("Linear", layer._parameters["weight"], sharding, used)
     if used != sharding.dtype:
         bias = None if bias is None else bias.to(used)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+    if _compat.autocast_dtype(x) is not None:
         x = x.to(used)
     if x.dtype != used:
         raise TypeError(

@@ -64,11 +64,9 @@ class ParameterSharding:
         return self  # a copied model lies on the same ranks
 
 
-def used_dtype(sharding: ParameterSharding, device_type: str) -> torch.dtype:
-    """Return the dtype in which a weight is used: autocast's if autocast is on, else ``sharding.dtype``."""
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return sharding.dtype
+def used_dtype(sharding: ParameterSharding, tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a weight is used: autocast's if it is on for ``tensor``, else ``sharding.dtype``."""
+    return _compat.autocast_dtype(tensor) or sharding.dtype
 
 
 def _sharding_of(

@@ -58,7 +58,7 @@ def _known(layer: Any, slot: str) -> Tensor:
     state = layer.graph_fsdp
     sharding, plan = state.shardings["weight"], state.weight_amax_plan
     shard = layer._parameters["weight"].to_local().detach()  # inference mode can't detach a DTensor
-    dtype = used_dtype(sharding, shard.device.type)
+    dtype = used_dtype(sharding, shard)
     return fsdp_amax(shard, dtype, sharding.rows, list(plan.grids[slot]), slot, layer.recipe)
 
 
