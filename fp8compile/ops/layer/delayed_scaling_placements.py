@@ -140,8 +140,9 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
         of_activations: (3,) zeros. The gradient holds 1 if the layer's backward ran, the amax of x, and the amax of
             grad_output.
         of_weight: (1,) zero. The gradient is the amax of this rank's rows.
-        amax: Amax of the whole weight for the output. If None, the op exchanges amaxes between ranks.
-        amax_for_grad_input: Amax of the whole weight for grad_input. If None, the backward exchanges amaxes itself.
+        amax: Amaxes of the whole weight's blocks for the output. If None, the op exchanges those that it needs; it
+            needs none for a weight with delayed scaling.
+        amax_for_grad_input: The same for grad_input.
         multiplier: Multipliers (1 / scale) of the state, (3,) float32.
         rows: The rows that each rank has.
     """
@@ -166,7 +167,8 @@ class DelayedOverFsdp(_WithMultiplier, RowsOverFsdpBase):
     def end(self, ctx: Any, grad_output: Tensor, repeated: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return the forward's multipliers, and a gradient for each field: amaxes, or None for a field without them.
 
-        Raises a RuntimeError if ``repeated``, the multipliers that checkpointing computed again, have changed.
+        Raises a RuntimeError if ``repeated``, the multipliers that checkpointing computed again, have changed, or if
+        the gradients can't reach the state.
         """
         place = 2 + ctx.has_bias
         is_eager = type(_compat.local_itself(grad_output)) is Tensor  # in a graph the backward reaches all inputs

@@ -77,7 +77,7 @@ FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
 
 
 def _by_pytorch(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a GEMM of PyTorch; with groups, one or both operands are stacked, such as (g, k, n)."""
+    """Return the FLOPs of a GEMM of PyTorch; with groups, each operand may be stacked, such as (g, k, n)."""
     rows = a.shape[-2] if b.ndim == 2 else a.shape[:-1].numel()
     packed = 2 if a.dtype is torch.float4_e2m1fn_x2 else 1  # codes a byte, along k
     return 2 * rows * packed * a.shape[-1] * b.shape[-1]

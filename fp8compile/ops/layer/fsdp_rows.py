@@ -20,7 +20,7 @@ class Rows(Constant):
     Attributes:
         sizes: Number of rows on each rank; ranks may have different numbers, or 0.
         rank: This rank's number.
-        group: Name of the group of ranks that share the rows; empty for one rank.
+        group: Name of the group whose ranks shard the rows; empty for one rank.
         replicas: Name of the group whose ranks have the same rows (HSDP), or empty.
         reduce_dtype: Name of the dtype in which gradients are reduced.
         placed: How tensor parallel ranks shard the parameter before FSDP, as ints (`placed_of`); () if unsharded.

@@ -11,8 +11,8 @@ all. "-" is no sharding:
     k     -     a partial sum: B is narrowed to A's k
     -     k     a partial sum: A is narrowed to B's k
 
-A weight is never gathered: ranks send activations and gradients, one byte an element. With groups of tokens, B is the
-stacked weights of experts, and each group of A's rows is multiplied by its own matrix.
+A weight is never gathered here: ranks send activations and gradients. GEMMs in high precision gather values instead of
+codes. With groups of tokens, the weight is a stack, and each group of rows is multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Product(NamedTuple):
     """This rank's part of a GEMM's result.
 
     Attributes:
-        local: The part, (m, n).
+        local: The part, (m, n), or (E, m, n) for the gradient of stacked weights.
         steps: The `Step` of each group of ranks.
         cuts: How the left operand was sharded when it was multiplied.
         shape: Shape of this rank's part of the left operand when it was multiplied, with its leading dims.

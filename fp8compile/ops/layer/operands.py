@@ -152,7 +152,7 @@ class Operands:
         return self.weight if self.weight is not None else self._of_weight(part, slot)
 
     def _block_in_kernels(self, part: Plain, read: Quantizer) -> tuple[int, int] | None:
-        """Return the block to record in a graph, by which `SavedAsCodes` saves the operand; None for a column."""
+        """Return the block to record in a graph, by which `SavedAsCodes` saves the operand; None for (n, 1)."""
         other: Any = self.recipe.quantizer_read(GRAD_WEIGHT.b)
         if isinstance(other, TwoLevelScaling) and other.transform() and part.layout.ends is None:
             return other.block
@@ -213,7 +213,8 @@ class Operands:
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
         """Return the operand with codes stored once in memory, in the GEMM's order, for all GEMMs that read them.
 
-        Layers that share an input, such as q, k and v, share its codes. ``slot`` is the recipe's field of the operand.
+        Only an input is stored so, in a graph on a GPU; other operands are returned unchanged. Layers that share an
+        input, such as q, k and v, share its codes. ``slot`` is the recipe's field of the operand.
         """
         if self.phase is Phase.EAGER or not _on_gpu(operand.codes) or not _is_aligned(operand.codes):
             return operand
@@ -228,7 +229,7 @@ class Operands:
         return operand
 
     def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
-        """Multiply two operands, which ``gemm`` may transpose; with groups, each row by its group's matrix."""
+        """Multiply two operands, which ``gemm`` may transpose; with groups, compute a product for each group."""
         config = self.recipe.gemm_config(gemm)
         if left.layout.ends is None:
             run = multiply if self.phase is Phase.EAGER else multiply_operands

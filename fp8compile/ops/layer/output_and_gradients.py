@@ -6,7 +6,7 @@
 
 Eager mode runs the functions in an op's kernel; under Inductor an op's decomposition puts them into the graph. The
 backward gets x and w themselves, each only if a gradient needs it, or codes of x (`kept_input`). With groups
-(``ends``) each row is multiplied by the matrix of its group. Rows after the last group are zeros in y and in dx.
+(``ends``), each row is multiplied by the matrix of its group. Rows after the last group are zeros in y and in dx.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def keep(phase: Phase, tensors: Sequence[Any], ends: Tensor | None, place: Place
 
 @cache
 def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
-    """Return the recipe for a backward that computes only the gradient of ``gemm``.
+    """Return the recipe for a backward that computes only one gradient, by ``gemm``.
 
     The other GEMM's quantizers are left out if one kernel would quantize grad_output for both gradients.
     """
@@ -198,7 +198,10 @@ def for_unwritten_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) 
 
 
 def for_trained_weight(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
-    """Return a layer op's arguments; if the weight is frozen, the recipe has no quantizers for grad_weight."""
+    """Return a layer op's arguments; if the weight is frozen, without the recipe's quantizers for grad_weight.
+
+    A recipe with ``dequantized_gradients`` is not changed.
+    """
     *others, recipe = args
     if needs_input_grad[1] or _compat.is_stand_in(recipe) or recipe.dequantized_gradients:
         return args

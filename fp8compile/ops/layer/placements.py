@@ -484,19 +484,19 @@ class RowsOverFsdpBase(_OverFsdp):
     """Base of placements whose weight FSDP shards by rows, with or without delayed scaling."""
 
     def given(self: Any) -> dict[str, Any]:
-        """Return keyword arguments of `Operands`: the rows on each rank, and the whole weight's amax."""
+        """Return keyword arguments of `Operands`: the rows on each rank, and the whole weight's amaxes."""
         return {"rows": self.rows, "weight_amax": self.amax}
 
     def saved(self: Any) -> tuple[Placement, tuple[Tensor | None, ...]]:
-        """Return this placement without amaxes, and the amax for grad_input, which autograd saves."""
+        """Return this placement without amaxes, and the amaxes for grad_input, which autograd saves."""
         return replace(self, amax=None, amax_for_grad_input=None), (self.amax_for_grad_input,)
 
     def restored(self: Any, saved: Sequence[Tensor | None]) -> Placement:
-        """Return this placement with ``saved``, the amax for grad_input."""
+        """Return this placement with ``saved``, the amaxes for grad_input."""
         return replace(self, amax_for_grad_input=saved[0])
 
     def for_grad_input(self: Any, used: Tensor | None) -> Placement:
-        """Return the placement of the op for grad_input, with the weight's amax and ``used``, the multipliers."""
+        """Return the placement of the op for grad_input, with the weight's amaxes and ``used``, the multipliers."""
         return RowsOverFsdpForGradInput(self.amax_for_grad_input, used, self.rows)
 
     def for_grad_weight(self: Any, dtype: torch.dtype, used: Tensor | None) -> Placement:
@@ -509,9 +509,9 @@ class RowsOverFsdp(RowsOverFsdpBase):
     """Placement of a weight that FSDP shards by rows, without delayed scaling.
 
     Attributes:
-        amax: Amax of the whole weight for the output, if ranks have exchanged the amaxes of all layers in one message.
-            If None, the op exchanges amaxes between ranks.
-        amax_for_grad_input: Amax of the whole weight for grad_input. If None, the backward exchanges amaxes itself.
+        amax: Amaxes of the whole weight's blocks for the output, if ranks have exchanged the amaxes of all layers in
+            one message. If None, the op exchanges those that it needs.
+        amax_for_grad_input: The same for grad_input. If None, the backward exchanges those that it needs.
         rows: The rows that each rank has.
     """
 
@@ -533,7 +533,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     """Placement of the op for grad_input of a weight that FSDP shards by rows.
 
     Attributes:
-        amax: Amax of the whole weight for grad_input. If None, the op exchanges amaxes between ranks.
+        amax: Amaxes of the whole weight's blocks for grad_input. If None, the op exchanges those that it needs.
         multiplier: The forward's multipliers of input, weight and grad_output, (3,) float32; None without delayed
             scaling.
         rows: The rows that each rank has.
@@ -544,7 +544,7 @@ class RowsOverFsdpForGradInput(_OverFsdp):
     rows: Rows
 
     def given(self) -> dict[str, Any]:
-        """Return keyword arguments of `Operands`: each rank's rows, the amax, the forward's multipliers."""
+        """Return keyword arguments of `Operands`: each rank's rows, the amaxes, the forward's multipliers."""
         return {"rows": self.rows, "weight_amax": self.amax, "multiplier": self.multiplier}
 
 

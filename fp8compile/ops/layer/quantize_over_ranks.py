@@ -131,7 +131,7 @@ def _check_part(part: Plain, quantizer: Quantizer) -> None:
 
 
 def _check_transform(part: Plain, quantizer: Quantizer) -> None:
-    """Raise a ValueError if the values that the quantizer transforms together span ranks or don't divide the dim."""
+    """Raise a ValueError if ranks cut the groups of values that the quantizer transforms, or a group is incomplete."""
     if not (group := len(quantizer.transform())):
         return
     tokens = quantizer.block[0] == group

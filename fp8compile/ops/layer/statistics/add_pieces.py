@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     """Partial results of one sum or maximum over an operand: a number for each row or block.
 
     Attributes:
-        numbers: (E, pieces) for E stacked matrices, with E = 1 for one matrix; (rows,) with groups.
+        numbers: (E, pieces) for E matrices or groups, with E = 1 for one matrix; (rows,) if rows have groups.
         half: Which half of each number holds the result: 0 the lower, 1 the upper; -1: the whole number.
     """
 
@@ -51,7 +51,7 @@ class Pieces:
         numel: Number of elements of each matrix; with groups, (E,) float64.
         has_values: Whether values are known, and not only codes.
         counts: Whether this rank adds its elements to sums; False if another rank adds the same elements.
-        layout: The layout of the values, from which this rank's share of all elements is computed.
+        layout: The layout of the values, from which this rank's share of each matrix's elements is computed.
         first: Index of this rank's first matrix among all ranks' matrices.
     """
 
@@ -89,7 +89,7 @@ def rows_of(
         slots: The fields, such as ``"weight"``. A field without partial counts gets the totals of no elements.
         counts: Two ints: the number of sums, and of maxima.
         matrices: Number E of stacked matrices, or of groups; 1 for one matrix.
-        like: A tensor on the device.
+        like: A tensor on the result's device.
 
     Returns:
         (slots, 3 + sums + maxima, E) float64; the first three columns are `FIRST_SUMS`.

@@ -62,7 +62,7 @@ class Total:
     Attributes:
         name: Name of the total.
         compute: Takes the operand's `Elements`; returns a number for each value, in the shape of the values: bool or
-            int32 to be counted, or float32.
+            int32 to be counted, or float32 or float64.
         combine: ``"sum"`` or ``"max"``.
         of_codes: Whether codes suffice to compute the total, as for a weight that is kept only as codes.
         is_magnitude: Whether each number is the magnitude of a value.

@@ -3,11 +3,11 @@
     y = linear(x, weight, bias, recipe)                          the layer's op, unchanged
     y, totals = observe(y, x, weight, ..., recipe)               y again; totals of input and weight
         its backward: observe_gradient(grad_output, x, weight)   totals of grad_output and of the codes made in the
-                                                                 backward; then adds all totals to a buffer
+                                                                 backward; then adds all totals to buffers
 
 In a graph, these ops ask for the codes that the GEMMs read; equal nodes are merged, and counting fuses with the cast.
 Of forward and backward, the one that casts also counts; the other would read the tensor again. In eager mode codes
-are made a second time, in the forward. The backward writes the buffer once, even if checkpointing repeats the forward.
+are made a second time. The backward writes the buffers once, even if checkpointing repeats the forward.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ObserveOp(PlacedOp):
         return super().tensors() | (dict.fromkeys(("x", "weight"), Tensor | None) if self.gradient else {})
 
     def constants(self) -> dict[str, Any]:
-        """Return names and types of the op's arguments that are no tensors, in the order of its schema."""
+        """Return names and types of the constants at the end of the op's schema, in order."""
         return {"first": int, "later": bool, "totals": str, "recipe": Recipe}
 
     def is_here(self, slot: str, found: Quantized | None, *, later: bool) -> bool:
@@ -200,7 +200,7 @@ class Observe:
 
     Attributes:
         output: Op that returns the layer's output, and the totals of input and weight.
-        gradient: Op that returns the totals of grad_output.
+        gradient: Op that returns the totals of grad_output, and of codes of input and weight made in the backward.
         op: Description of the op ``output``.
     """
 
