@@ -214,7 +214,7 @@ def _names(capabilities: tuple[tuple[int, int], ...]) -> str:
 
 
 def _lacks_formats(target: Target) -> str | None:
-    """Return an error text if a device has no GEMM for OCP formats (e4m3, e5m2, e2m1); None if it has one.
+    """Return None for NVIDIA GPUs, and AMD GPUs with GEMMs for OCP formats (e4m3, e5m2, e2m1); else an error text.
 
     AMD's older GPUs have "fnuz" formats instead.
     """

@@ -1,4 +1,4 @@
-"""GemmKernel: describes a GEMM: which operands it takes, where it runs and how it multiplies."""
+"""GemmKernel describes a GEMM: which operands it takes, where it runs and how it multiplies."""
 
 from __future__ import annotations
 

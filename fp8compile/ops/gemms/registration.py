@@ -190,9 +190,9 @@ def register_gemm(
         The registered GEMM.
 
     Raises:
-        ValueError: The name has no package or is taken.
-        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is not
-            text.
+        ValueError: The name is not ``package::name``, or is taken.
+        TypeError: A function is missing, is not a function or takes other arguments; ``detail`` is no text or empty;
+            or ``calls`` is no tuple of names.
     """
     given: dict[str, Any] = {"takes": takes, "lacks": lacks, "multiply": multiply}
     gemm = _new_gemm(name, **given, detail=detail, calls=calls)
@@ -271,9 +271,9 @@ def register_grouped_gemm(
         The registered GEMM.
 
     Raises:
-        ValueError: The name has no package or is taken.
-        TypeError: A function is missing, is not a function or takes other arguments; or ``detail`` or ``calls`` is not
-            text.
+        ValueError: The name is not ``package::name``, or is taken.
+        TypeError: A function is missing, is not a function or takes other arguments; ``detail`` is no text or empty;
+            or ``calls`` is no tuple of names.
     """
     parts: dict[str, Any] = {"takes": takes, "lacks": lacks, "rows": rows, "outer": outer}
     gemm = _new_grouped_gemm(name, **parts, detail=detail, calls=calls, is_opaque=is_opaque)

@@ -1,11 +1,11 @@
 """Two GEMMs for rowwise scales: `torch._scaled_mm` applies the scales, or ``scaled_after`` scales its product.
 
-On a CPU a tensorwise scale is repeated for each row. With one scale oneDNN multiplies e4m3 by e4m3 in a slow reference
-loop, to the same bits (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only this loop, so fp8compile emulates
-there.
+On a CPU, a tensorwise scale is repeated for each row. With one scale, oneDNN multiplies e4m3 by e4m3 in a slow
+reference loop, to the same bits (`benchmarks/cpu_gemm.py`). PyTorch before 2.13 has only this loop, so fp8compile
+emulates there.
 
-``scaled_after`` is for GPUs without a rowwise kernel. It rounds to float32 three times, for the sum and for each
-scale, before it rounds to the output's dtype.
+``scaled_after`` is for GPUs without a rowwise kernel for the output's dtype. It rounds to float32 three times, for the
+sum and for each scale, before it rounds to the output's dtype.
 """
 
 from __future__ import annotations

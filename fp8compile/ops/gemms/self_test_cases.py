@@ -1,6 +1,6 @@
 """Small products that ``fp8compile doctor`` runs on a GPU and compares bit for bit with exact results.
 
-There is a case for each entry of `gpu_support.PRODUCTS`. The operands come from `self_test_operands`, with which all
+There are cases for each entry of `gpu_support.PRODUCTS`. The operands come from `self_test_operands`, with which all
 correct GEMMs return the same bits.
 """
 
@@ -83,7 +83,7 @@ class ProductCase:
         return self.gemm.lacks(problem)
 
     def expected(self) -> Tensor:
-        """Compute the correct result on a CPU: the sum of the exact values, rounded once to ``out_dtype``."""
+        """Compute the correct result on a CPU: the product of the exact values, rounded once to ``out_dtype``."""
         a, b = (side.values for side in _operands(self))
         if isinstance(self.gemm, GemmKernel):
             return (a @ b.t()).to(self.out_dtype)

@@ -1,9 +1,9 @@
 """Operands whose products are exact until the final rounding, so that all correct GEMMs return equal bits.
 
-Codes are whole numbers from -2 to 2 and scales are powers of two. So all addends are multiples of one unit, and every
-partial sum takes at most `SUM_BITS` bits in that unit. This is exact on every GPU, also with fast accumulation: tensor
-cores keep at least 14 bits of a partial sum, 13 of them after the leading bit (compute capability 8.9 and 9.0;
-DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2).
+Codes are whole numbers from -2 to 2 (or 6, in groups of four-bit codes) and scales are powers of two. So all addends
+are multiples of one unit, and every partial sum takes at most `SUM_BITS` bits in that unit. This is exact on every
+GPU, also with fast accumulation: tensor cores keep at least 14 bits of a partial sum, 13 of them after the leading bit
+(compute capability 8.9 and 9.0; DeepSeek-V3 technical report, arXiv:2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations

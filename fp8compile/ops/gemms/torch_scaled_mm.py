@@ -68,7 +68,7 @@ def scaled_mm(
         b: (k, n), float8 codes.
         out_dtype: Dtype of the product.
         scales: Takes the operands and the padded m and n; returns both scales in the GEMM's layout.
-        rows_to: m is padded to a multiple of this number; more than 1 if each row has its own scales.
+        rows_to: m is padded to a multiple of this number; more than 1 if scales are of blocks.
         sum_to: k is padded to a multiple of this number.
         fast_accumulation: Whether partial sums may stay in the tensor core, which has fewer bits than float32.
 

@@ -1,4 +1,4 @@
-"""Grouped GEMMs, one `GroupedGemm` each: a product for each group of tokens; group sizes are data.
+"""Grouped GEMMs: a product for each group of tokens; the sizes of groups are data.
 
 rowwise     torch._scaled_grouped_mm with a scale for each row and column     GPUs of 9.0, bf16 out
 mx          torch._scaled_grouped_mm with a power of two for 32 values        GPUs of 10.x, bf16 out

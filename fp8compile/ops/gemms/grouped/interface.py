@@ -1,4 +1,4 @@
-"""GroupedGemm: description of a grouped GEMM: its operands, where it runs, how it multiplies.
+"""GroupedGemm describes a grouped GEMM: its operands, where it runs, how it multiplies.
 
 rows     y_RN  = a_RK @ b_e,NK^T       each row times the matrix of its group; 0 in rows after the last group
 outer    d_eNK = a_NC @ b_KC^T         sums over the tokens of each group; 0 for a group without tokens

@@ -1,7 +1,7 @@
 """Checks, padding and calls of `torch._scaled_grouped_mm`, which several grouped GEMMs share.
 
 A GPU needs rows of codes that are multiples of 16 bytes. Other sizes are padded with zeros along features, and the
-padding is cut off the product. Tokens are never padded.
+padding is cut off the product. Tokens are not padded here.
 """
 
 from __future__ import annotations
