@@ -91,21 +91,21 @@ class Moves:
         return buffer, _starts(sizes.t()).t(), sizes
 
     def rows_of_slots(self, length: int) -> Tensor:
-        """Return the index of each slot's row in the sent messages, (length,) int64; -1 for an unused slot."""
+        """Return, for each slot of the sent messages, the index of its row, (length,) int64; -1 for an unused slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, slots, rows, sizes)
 
     def slots_of_rows(self, length: int) -> Tensor:
-        """Return the index of each row's slot in the sent messages, (length,) int64; -1 for a row without a slot."""
+        """Return, for each row, the index of its slot in the sent messages, (length,) int64; -1 if it has no slot."""
         rows, slots, sizes = self._parts()
         return _sources(length, rows, slots, sizes)
 
     def buffer_of_grouped(self, length: int) -> Tensor:
-        """Return the index in the received buffer of each row sorted by expert, (length,) int64; -1 if unused."""
+        """Return, for each row sorted by expert, its index in the received buffer, (length,) int64; -1 if unused."""
         buffer, grouped, sizes = (each.t().flatten() for each in self._pieces())
         return _sources(length, grouped, buffer, sizes)
 
     def grouped_of_buffer(self, length: int) -> Tensor:
-        """Return the index among rows sorted by expert of each received row, (length,) int64; -1 if unused."""
+        """Return, for each received row, its index among rows sorted by expert, (length,) int64; -1 if unused."""
         buffer, grouped, sizes = (each.flatten() for each in self._pieces())
         return _sources(length, buffer, grouped, sizes)

@@ -1,7 +1,7 @@
 """fp8compile::group_quantize_rows: codes and scales of rows, and amaxes of each group's columns.
 
-From these amaxes a later cast makes grad_weight's operand, which has one scale for each column of a group. On a GPU
-the op is one Triton kernel that reads the tokens once.
+From these amaxes, a later cast makes an operand with one scale for each column of a group: tokens for grad_weight, or
+stacked weights for grad_input. On a GPU the op is one Triton kernel that reads the rows once.
 """
 
 from __future__ import annotations

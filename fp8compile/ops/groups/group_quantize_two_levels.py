@@ -1,10 +1,10 @@
 """fp8compile::group_quantize_two_levels: four-bit codes of groups of tokens, for grouped GEMMs.
 
     along rows      codes (R, K / 2), two codes of a row in a byte         scales in tiles of each group's rows
-    along tokens    codes (K, C / 2), two codes of a column in a byte      scales in tiles of each group's tokens
+    along tokens    codes (K, C / 2), two codes of a feature in a byte     scales in tiles of each group's tokens
 
-R is the number of tokens, and C the number with padding (`fp8compile.ops.groups.four_bit_tiles`). K, the number of
-features, is rounded up to a multiple of 32. On a GPU this op is one Triton kernel.
+R is the number of tokens, C the number with padding (`fp8compile.ops.groups.four_bit_tiles`), and K the number of
+features, which is rounded up to a multiple of 32 along rows. On a GPU this op is one Triton kernel.
 """
 
 from __future__ import annotations
