@@ -1,4 +1,4 @@
-"""Collectives that quantization needs. In a compiled graph, each collective is one node."""
+"""Collectives that quantization needs, as nodes of a compiled graph."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class _Matrix:
 
     Attributes:
         source: The node that computes it.
-        seen: The tensor that these nodes name: the matrix itself, or the matrix behind a rounding barrier.
+        seen: The tensor that these nodes name: the matrix itself, or its view behind `made_of_kept`.
         rows: `noted_codes` nodes of codes along rows.
         columns: `noted_codes` nodes of codes along columns.
         counts: `noted_counts` nodes of these casts.
@@ -68,8 +68,8 @@ def fuse_noted(graph: fx.Graph) -> None:
     """Replace quantizations by calls of `quantize_several` where that reads fewer bytes, and remove all marks.
 
     Matrices that are quantized in both directions and computed from a common tensor form a set. A matrix quantized
-    along columns alone joins a set whose tensors it is computed from. Slices, transposes, and matrices quantized along
-    rows that other nodes read are left alone, because the kernel would have to store them.
+    along columns alone joins a set whose tensors it is computed from. Slices, transposes, and matrices that are
+    quantized along rows and read by other nodes are left alone, because the kernel would have to store them.
     """
     matrices = _matrices(graph)
     used = _read_beside(graph, {note for each in matrices for note in each.notes()})

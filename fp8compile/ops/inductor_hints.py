@@ -80,7 +80,7 @@ def _lower_realize(x: Any) -> Any:
 realize: OpOverload = _register("fp8compile::realize", _lower_realize)
 """Mark a value that Inductor computes once and stores, instead of computing it for each use.
 
-Inductor inlines pointwise code into every reader. For the multiplier of a block that would mean an exact (float64)
+Inductor inlines pointwise code into every reader. For the multiplier of a block, that would mean an exact (float64)
 division for every element of the block.
 """
 

@@ -4,7 +4,7 @@
     x, codes, scale --> pieces --noted_counts(pieces, x, quantizer, halves)--> totals of a monitor
 
 `fp8compile.ops.fuse_noted` uses the marks to let one kernel compute and quantize several tensors, and removes them
-before PyTorch cuts the graph into forward and backward. A mark that is not removed copies codes, scale or pieces.
+before PyTorch cuts the graph into forward and backward. A mark that runs in eager mode copies codes, scale or pieces.
 """
 
 from __future__ import annotations

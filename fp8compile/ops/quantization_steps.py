@@ -1,6 +1,6 @@
 """The steps that quantize a tensor, as Python functions: eager layers call them, and ops have them as kernels.
 
-With one level of scales the steps are amax, scale and cast; with two levels, amax, outer_amax, two_scales and cast.
+With one level of scales, the steps are amax, scale and cast; with two levels, amax, outer_amax, two_scales and cast.
 Each step calls the quantizer's method, and checks what a user's quantizer returned.
 """
 

@@ -20,8 +20,8 @@ class GemmSupport:
 
     Attributes:
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
-        kind: Name of the selected GEMM, as `select_gemm` returns it; ``"high_precision"`` if the recipe has no
-            quantizers for this product, ``"none"`` if the product can't run.
+        kind: Name of the selected GEMM, such as ``"rowwise"``; ``"high_precision"`` if the recipe multiplies without
+            codes, ``"none"`` if the product can't run.
         detail: How the GEMM runs, in words; the reason if it can't run.
     """
 

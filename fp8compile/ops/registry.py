@@ -1,7 +1,7 @@
 """register_op: register an operator with schema, kernel, derivative, decomposition and samples.
 
-The five arguments in `ARGUMENTS` must be given, even as None: if one is left out by mistake, register_op raises and
-says what to write.
+The five arguments in `ARGUMENTS` must be given; all but ``samples`` may be None. If one is left out by mistake,
+register_op raises and says what to write.
 """
 
 from __future__ import annotations
@@ -235,9 +235,10 @@ def register_op(
         The operator.
 
     Raises:
-        TypeError: An argument is left out, is unknown, is not a function, or takes other arguments than ``impl``; or
-            the op's compiled code would not be part of the key of compile caches.
-        ValueError: The name has no namespace or is taken, or ``impl`` isn't annotated.
+        TypeError: An argument is left out, is unknown, is not a function, or takes other arguments than ``impl``;
+            ``backward`` is given without ``setup_context``, or ``setup_context`` or ``updates`` without ``backward``;
+            or the op's compiled code would not be part of the key of compile caches.
+        ValueError: The name is not ``namespace::name`` or is taken, or ``impl`` isn't annotated.
     """
     _check_name(name)
     _check_known(name, unknown)
@@ -348,7 +349,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 
 
 def _refuse_to_save(target: object) -> None:
-    """Raise a RuntimeError if an exported program that is being saved calls an op of this package.
+    """Raise a RuntimeError if an exported program that is being saved calls an op of ``OPS``.
 
     A process that loads the program may not know the op.
     """

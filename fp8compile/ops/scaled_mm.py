@@ -26,7 +26,7 @@ def as_sides(
 ) -> list[Quantized]:
     """Make the left and the right `Quantized` operand of a product.
 
-    Each argument is a tuple with an entry for the left and for the right operand; ``outer_scales`` may be ().
+    Each argument is a tuple with an entry for the left and for the right operand; an outer scale may be None.
     """
     parts = zip(codes, scales, quantizers, outer_scales, strict=True)
     return [Quantized(codes=c, scale=s, quantizer=q, outer_scale=o) for c, s, q, o in parts]

@@ -1,8 +1,8 @@
-"""fp8compile::scatter_sum: reduce-scatter a layer's output, a DTensor of partial sums; its gradient stays sharded.
+"""fp8compile::scatter_sum: stands for the reduce-scatter of a layer's output; its gradient stays as it is.
 
-In the backward, DTensor's own redistribution would gather the gradient in high precision. This op returns the gradient
-as it is; the layer then quantizes its shard, and ranks gather codes. `fp8compile.parallel.dtensor_layer` has the
-messages; the kernel here, for plain tensors, only copies.
+The kernel here, for plain tensors, only copies; `fp8compile.parallel.dtensor_layer` reduce-scatters partial sums of a
+DTensor. In the backward, DTensor's own redistribution would gather the gradient in high precision. This op returns the
+gradient sharded; the layer then quantizes the shard, and ranks gather codes.
 """
 
 from __future__ import annotations

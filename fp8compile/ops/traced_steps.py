@@ -1,4 +1,4 @@
-"""One op for each step of quantization (amax, scale, cast), for traced code: each step is a node of the graph."""
+"""One op for each step of quantization, such as amax or cast, for traced code: each step is a node of the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp8compile::weight_codes: quantize a weight once to the codes that its layer's GEMMs read, for several calls."""
+"""fp8compile::weight_codes: quantize a weight once to the codes that a GEMM reads, for several calls of a layer."""
 
 from __future__ import annotations
 
