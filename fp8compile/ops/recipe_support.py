@@ -22,7 +22,7 @@ class GemmSupport:
         gemm: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
         kind: Name of the selected GEMM, such as ``"rowwise"``; ``"high_precision"`` if the recipe multiplies without
             codes, ``"none"`` if the product can't run.
-        detail: How the GEMM runs, in words; the reason if it can't run.
+        detail: How the GEMM runs, in words; its dtype in high precision; the reason if it can't run.
     """
 
     gemm: str

@@ -3,7 +3,7 @@
     x_MK --cast along tokens, in the forward--> codes, scale, outer scale --kept--> grad_weight_of_codes
 
 Results are equal bit for bit, because the backward would make the same codes. Kept codes take 0.56 bytes an element
-instead of two. In compiled code PyTorch's partitioner chooses the smaller of input and codes.
+instead of two. In compiled code, PyTorch's partitioner chooses the smaller of input and codes.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Operands:
         return self.weight if self.weight is not None else self._of_weight(part, slot)
 
     def _block_in_kernels(self, part: Plain, read: Quantizer) -> tuple[int, int] | None:
-        """Return the block to record in a graph, by which `SavedAsCodes` saves the operand; None for (n, 1)."""
+        """Return the block to record in a graph, by which `SavedAsCodes` saves the operand; None to record none."""
         other: Any = self.recipe.quantizer_read(GRAD_WEIGHT.b)
         if isinstance(other, TwoLevelScaling) and other.transform() and part.layout.ends is None:
             return other.block

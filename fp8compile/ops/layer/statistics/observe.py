@@ -6,7 +6,7 @@
                                                                  backward; then adds all totals to buffers
 
 In a graph, these ops ask for the codes that the GEMMs read; equal nodes are merged, and counting fuses with the cast.
-Of forward and backward, the one that casts also counts; the other would read the tensor again. In eager mode codes
+Of forward and backward, the one that casts also counts; the other would read the tensor again. In eager mode, codes
 are made a second time. The backward writes the buffers once, even if checkpointing repeats the forward.
 """
 
