@@ -41,8 +41,8 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def is_packed_pair(rows: Quantizer | None, columns: Quantizer | None) -> bool:
     """Whether the GPU kernel can quantize by ``rows`` and by ``columns`` in one read.
 
-    The kernel takes packed `TwoLevelScaling` with the same rule of scales and blocks (1, 16) and (16, 1), without a
-    transform along rows.
+    The kernel takes packed `TwoLevelScaling` with the same rule of scales, but not ``"reciprocal"``, and with blocks
+    (1, 16) and (16, 1), without a transform along rows.
     """
     if type(rows) is not TwoLevelScaling or type(columns) is not TwoLevelScaling:
         return False

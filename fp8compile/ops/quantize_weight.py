@@ -37,8 +37,9 @@ ROWS, COLUMNS = (1, -1), (-1, 1)
 def is_weight_pair(first: Quantizer | None, again: Quantizer | None, columns: int) -> bool:
     """Whether the GPU kernel can quantize by ``first`` and compute the amaxes for the backward's quantizer ``again``.
 
-    Both have the same square block; or ``first`` has a scale for each row, ``again`` for each column, and a row of
-    ``columns`` elements fits into registers.
+    Both are `CurrentScaling`, and ``first`` rounds to nearest. Either both have the same square block, whose side
+    divides 128; or ``first`` has a scale for each row, ``again`` for each column, and a row of ``columns`` elements
+    fits into registers.
     """
     if type(first) is not CurrentScaling or type(again) is not CurrentScaling or first.rounding != "nearest":
         return False

@@ -124,7 +124,7 @@ def kept_input_as_quantized(kept: Kept, quantizer: Any, layout: TensorLayout, ro
 
 
 def features_of(codes: Sequence[int], quantizer: Quantizer, layout: TensorLayout) -> int:
-    """Return the number of the input's columns, from ``codes``, the shape of its kept codes."""
+    """Return the number of the input's features, from ``codes``, the shape of the kept codes."""
     if not _is_along_rows(quantizer):
         return codes[-1 if layout.ends is None else 0]
     is_packed = packed_dim(quantizer) is not None or layout.cuts or layout.ends is not None

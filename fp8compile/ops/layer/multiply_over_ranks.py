@@ -169,7 +169,7 @@ def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
 
 
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
-    """Compute one GEMM of the layer from this rank's shards of its operands, in the dtype of ``a``.
+    """Compute one GEMM of a layer, in the dtype of ``a``, from this rank's shards of the operands.
 
     ``operands`` quantizes ``a`` and ``b``, which are not transposed yet. If the recipe has no quantizers for the GEMM,
     both are multiplied in their own dtype. ``bias``, for an output without groups, is whole or sharded like the

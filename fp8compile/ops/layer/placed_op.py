@@ -62,7 +62,7 @@ class PlacedOp:
         raise NotImplementedError
 
     def parameters(self) -> list[inspect.Parameter]:
-        """Return the op's parameters, from which PyTorch infers its schema."""
+        """Return the op's parameters, from which PyTorch infers the schema."""
         hints = get_type_hints(self.placement)
         fields: tuple[str, ...] = self.placement.__match_args__
         found: dict[str, Any] = self.tensors()

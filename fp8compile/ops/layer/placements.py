@@ -102,7 +102,7 @@ class Placement:
         return weight
 
     def finish(self, product: Product, tokens: TensorLayout, shape: torch.Size) -> Tensor:
-        """Turn a rank's product into its output or grad_input: reshape, and sum over ranks if needed.
+        """Turn a rank's product into this rank's output or grad_input: reshape, and sum over ranks if needed.
 
         ``tokens`` is the layout of the result, and ``shape`` is the shape of the left operand.
         """
@@ -111,7 +111,7 @@ class Placement:
         return product.local.view(*shape[:-1], product.local.shape[-1])
 
     def reduced(self, grad_weight: Tensor, phase: Phase) -> Tensor:
-        """Turn a rank's product into its shard of the weight's gradient; by default, the same tensor."""
+        """Turn a rank's product into this rank's shard of grad_weight; by default, the same tensor."""
         return grad_weight
 
     def grad_bias(self, grad_output: Tensor, ends: Tensor | None, recipe: Recipe) -> Tensor:

@@ -2,7 +2,7 @@
 
 The GEMM takes tensorwise operands too: the single scale of a group is repeated for its rows and columns.
 
-PyTorch's check lets it run on compute capability 10.x, but its kernel is built for 9.0 only. On other GPUs the kernel
+PyTorch's check lets it run on compute capability 10.x, but the kernel is built for 9.0 only. On other GPUs the kernel
 traps, and the process loses its CUDA context. On those GPUs, `fp8compile.ops.gemms.grouped.triton_gemms` multiplies.
 """
 
