@@ -68,7 +68,7 @@ class RowOfWeight:
         self._layer = weakref.ref(layer)
 
     def __call__(self) -> tuple[Tensor, Tensor] | None:
-        """Return views of the layer's buffers: amax history (L,), multiplier (); None if the layer is gone."""
+        """Return views of the layer's buffers: amax history (history,), multiplier (); None if the layer is gone."""
         if (layer := self._layer()) is None:
             return None
         history, multiplier, _ = layer.delayed_state()
