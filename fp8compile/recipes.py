@@ -513,7 +513,7 @@ def by_name(name: str, **arguments: object) -> Recipe:
     """Make a recipe by its name: a ready recipe, or a recipe of an installed package.
 
     Args:
-        name: The name, or the text of a call, such as ``"rowwise(by_mx=True)"``, which is what `describe` returns.
+        name: The name, or the text of a call such as ``"rowwise(by_mx=True)"``; `describe` returns either.
             ``fp8compile.library.quantizers`` lists the recipes of packages.
         arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
 

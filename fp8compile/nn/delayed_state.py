@@ -86,7 +86,7 @@ def group_name(function: str, group: object) -> str | None:
 
 
 def check_state(state: object) -> None:
-    """Raise a TypeError unless `fp8compile.linear`'s ``state`` is a DelayedState, a ValueError if it requires grad.
+    """Raise a TypeError unless ``state`` is a DelayedState, a ValueError if one of its tensors requires grad.
 
     The op checks later whether the state fits the recipe.
     """
