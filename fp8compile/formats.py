@@ -216,7 +216,7 @@ def element_format(name: str) -> Float8Format | Float4Format:
 
 
 def limit_of(fmt: Float8Format | Float4Format) -> float:
-    """Return the smallest magnitude that would round above ``fmt.max`` if exponents had no upper limit."""
+    """Return the midpoint of ``fmt.max`` and the number that would follow if the format did not end there."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 

@@ -21,7 +21,7 @@ FUNCTIONS = {"advise": "testing", "load_quantized": "export"}  # names of the pa
 
 
 def __getattr__(name: str) -> Any:
-    """Import the submodule ``name``, or the function ``name`` from its submodule; called at the first use."""
+    """Import and return the submodule ``name``, or the function ``name`` of its submodule."""
     if name in LAZY:
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name in FUNCTIONS:

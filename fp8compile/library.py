@@ -7,7 +7,7 @@
                     make convert take another library's linear layers or experts
     register_gemm   adds a GEMM for codes that no other GEMM reads; register_grouped_gemm adds one for experts
     register_statistic
-                    adds a statistic that `fp8compile.Monitor` reads; its argument is an Elements
+                    adds a statistic that `fp8compile.Monitor` reads, computed from an Elements
     Observed        base class of your own modules, so that a monitor observes their GEMMs
     Split, Cut      describe how an op runs on shards
     rounded         in a decomposition: rounds a value to the dtype in which eager mode would have stored it

@@ -103,7 +103,7 @@ def tensorwise(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
-        by_mx: Whether a GeForce card of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
+        by_mx: Whether a GPU of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
         cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
@@ -141,7 +141,7 @@ def rowwise(
         grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule, see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 for none.
-        by_mx: Whether a GeForce card of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
+        by_mx: Whether a GPU of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
         cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
     """
     blocks = (ROW, ROW, COLUMN, COLUMN)
@@ -248,8 +248,7 @@ def mxfp8(
             specification of the format.
         eps: Lower bound of the amax; 0 for none.
         weight_block: Values of a weight that share a scale: (1, 32), or (32, 32) for the same codes in all GEMMs.
-        emulate: Whether a GPU without MX (before compute capability 10.0) multiplies the exact values in float64,
-            slowly, instead of raising.
+        emulate: Whether a GPU without MX GEMMs multiplies the exact values in float64, slowly, instead of raising.
         cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
 
     Raises:
@@ -397,7 +396,7 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
 
     Raises:
         TypeError: The argument is not a quantizer.
-        ValueError: No GEMM multiplies these blocks; the text lists the blocks that a GEMM can multiply.
+        ValueError: No GEMM multiplies these blocks (the text lists those that a GEMM can), or codes in e5m2.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(
@@ -491,9 +490,9 @@ def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
 
 
 def _of_call(text: str) -> tuple[str, dict[str, object]]:
-    """Parse a call such as ``"rowwise(by_mx=True)"`` to name and keyword arguments; executes nothing.
+    """Parse ``text``, a call such as ``"rowwise(by_mx=True)"``, to name and keyword arguments; executes nothing.
 
-    ``text`` is the call; a ValueError is raised for any other text.
+    Raise a ValueError for any other text.
     """
     try:
         call = ast.parse(text, mode="eval").body
@@ -514,12 +513,13 @@ def by_name(name: str, **arguments: object) -> Recipe:
     """Make a recipe by its name: a ready recipe, or a recipe of an installed package.
 
     Args:
-        name: The name, or the text of a call, such as ``"rowwise(by_mx=True)"``, which is what `describe` returns.
+        name: The name, or the text of a call such as ``"rowwise(by_mx=True)"``; `describe` returns either.
             ``fp8compile.library.quantizers`` lists the recipes of packages.
         arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
 
     Raises:
-        ValueError: There is no such recipe (the text names the closest one), or a package's quantizer makes no recipe.
+        ValueError: There is no such recipe, an argument has a value that is not allowed, or a package's quantizer
+            makes no recipe.
         ImportError: The package's entry point can't be imported or called; the text names the package.
         TypeError: The package's entry point is neither a quantizer nor a recipe, or the recipe does not take the
             arguments.

@@ -24,7 +24,7 @@ CASTS_BY_FLOAT16 = (8, 9)  # Triton casts float32 toward zero to float16, then t
 
 @dataclass(frozen=True)
 class Build:
-    """The PyTorch build that runs the code; by default this version's Linux wheel for CUDA 13.0.
+    """The PyTorch build that runs the code; by default the Linux wheel of the installed version for CUDA 13.0.
 
     Attributes:
         torch: Version of PyTorch, (major, minor).

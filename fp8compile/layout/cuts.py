@@ -135,7 +135,7 @@ class AxisBlocks:
     def embed(self, matrix: Tensor, dim: int) -> Tensor:
         """Pad this rank's ``matrix`` with zeros along ``dim`` to a window that begins at a block boundary.
 
-        If its rows (or columns) are not consecutive in the whole matrix, the window is the whole matrix along ``dim``.
+        If its rows (or columns) are neither aligned nor consecutive, the window is the whole matrix along ``dim``.
         """
         if self.kind == "aligned":
             return matrix

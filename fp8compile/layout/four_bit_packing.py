@@ -17,7 +17,7 @@ DIMS = {"rows": -1, "columns": -2}  # the dim whose neighbours share a byte, in 
 
 
 def packed_dim(quantizer: Quantizer) -> int | None:
-    """Return the dim, -1 or -2, along which two neighbouring codes share a byte; None with one code per byte."""
+    """Return the dim, -1 or -2, along which two codes of a `TwoLevelScaling` share a byte; else None."""
     return DIMS.get(quantizer.packed) if isinstance(quantizer, TwoLevelScaling) else None
 
 

@@ -178,7 +178,8 @@ class Quantized:
 def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlocks | None]:
     """Turn this rank's shard into an operand without ``cuts``, which a GEMM on this rank can take.
 
-    If shards end inside of blocks, the codes are padded with zeros in front, to begin at a block boundary.
+    If shards end inside of blocks, the codes are padded with zeros as by `AxisBlocks.embed`. If not, an operand with
+    groups of rows is returned unchanged, ``cuts`` included.
 
     Returns:
         The operand. Then, for rows and for columns, the `AxisBlocks` whose ``extract`` removes the padding from a

@@ -76,7 +76,10 @@ def assigner(recipe: Recipes, fqns: list[str]) -> Assigner:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the entries of the ``ModuleList`` or ``Sequential`` with the most layers; [] if the model has none."""
+    """Return the entries of the ``ModuleList`` or ``Sequential`` with the most layers; [] if the model has none.
+
+    Only entries with layers count, and a container needs at least two of them.
+    """
 
     def count(module: nn.Module) -> int:
         return sum(map(is_layer, module.modules()))
@@ -116,9 +119,9 @@ def with_tail(model: nn.Module, recipe: Recipes, share: float, tail_recipe: Reci
 
 
 def ends(model: nn.Module, count: int) -> set[nn.Module]:
-    """Return the layers in the first and last ``count`` blocks, and all layers outside of blocks.
+    """Return the layers in the first and last ``count`` blocks, and all layers before the first or after the last one.
 
-    If the model has no blocks, each layer counts as a block.
+    If the model has no blocks, each layer counts as a block. If ``count`` is 0, no layer is returned.
     """
     if type(count) is not int or count < 0:
         raise ValueError(f"convert: keep_ends is {count!r}; it is how many blocks at each end stay as they are.")

@@ -30,7 +30,7 @@ def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
 
 
 def _static(recipe: Recipe) -> Recipe | None:
-    """Return a copy of a recipe that stores the scales of input and weight (DelayedScaling); None if they can't be."""
+    """Return a copy of a recipe with stored scales (DelayedScaling) of input and weight; None if not possible."""
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}
@@ -98,9 +98,9 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     """Set static scales of the inputs of a model's layers, in place, from the values in a pass over data.
 
     A layer whose recipe has one scale for the whole input and one for the whole weight gets delayed scaling. Its
-    multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. A forward
-    does not change the multipliers; a later backward does, as in training with delayed scaling. Experts, and layers
-    with scales of blocks, are not changed.
+    multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. If the layer
+    has delayed scaling already, only the input's multiplier is set. A forward does not change multipliers; a later
+    backward does, as in training with delayed scaling. Experts, and layers with scales of blocks, are not changed.
 
     Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes the
     static scales, if the checkpoint format has static scales.
@@ -114,9 +114,9 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
 
     Raises:
         TypeError: The model is not a module.
-        ValueError: The model is compiled, no layer has one scale per tensor, a layer's weight is quantized already or
-            spread over ranks, ``run`` did not call a layer, or a layer's inputs have an amax of 0, infinity or NaN.
-            The model is unchanged then.
+        ValueError: The model is compiled, no layer has one scale per tensor, a layer's weight is spread over ranks or
+            quantized without delayed scaling, ``run`` did not call a layer, or a layer's inputs have an amax of 0,
+            infinity or NaN. The model is unchanged then.
     """
     check_model("calibrate", model)
     names = {module: name or "the model" for name, module in model.named_modules()}

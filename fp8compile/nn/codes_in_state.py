@@ -72,7 +72,7 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 class PartOfCodes:
-    """Descriptor of a module's attribute for a key of its state dict, such as ``weight_codes``.
+    """Descriptor that makes a key of a module's state dict, such as ``weight_codes``, an attribute of the module.
 
     PyTorch's checkpoints call ``getattr`` with each key of a state dict.
     """

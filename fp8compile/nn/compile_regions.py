@@ -59,8 +59,8 @@ def compile(
     Raises:
         TypeError: The model or a block is not a module, or ``saved`` is no `SavedAsCodes`.
         ValueError: A block is not a part of the model, is inside another block, or can't be compiled separately: its
-            forward is set on the instance, or PyTorch does not accept its parameters as arguments. Or ``saved`` is
-            given with another backend than Inductor, or with options that have a partitioner.
+            forward is set on the instance, or PyTorch does not accept its parameters or buffers as arguments. Or
+            ``saved`` is given with another backend than Inductor, or with options that have a partitioner.
 
     Warns:
         UserWarning: Some repeated blocks can't be compiled separately, and are inlined.
@@ -108,8 +108,8 @@ def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str,
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model, by name.
 
-    A repeated block is a module with children, in a ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has
-    another module of the same class. If repeated blocks are nested, only the outermost blocks count.
+    A repeated block has children, and is in a ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has
+    another module of the same class. It is itself none of these three. Of nested ones, only the outermost counts.
 
     Args:
         model: Any module.

@@ -47,18 +47,18 @@ class ConversionRow:
         in_features: Columns of the matrix; for experts, columns of their first matrix. For a 3-D weight of experts
             that ``convert`` doesn't know, the last dim.
         out_features: Rows of the same matrix; for a 3-D weight that ``convert`` doesn't know, the dim before the last.
-        experts: Number of experts; 0 for a linear.
+        experts: Number of experts; 0 for a linear, and for a weight that other code multiplies.
         matrices: (out_features, in_features) of each matrix by which a row is multiplied; for experts, the matrices of
             one expert.
-        gathered: What FSDP2 gathers for the weight: ``"codes"``, or ``"param_dtype: "`` and the reason. Empty before
-            ``fp8compile.parallel.fsdp_float8_all_gather`` was called.
+        gathered: What FSDP2 gathers for the weights: a text that begins with ``"codes"``, or ``"param_dtype: "`` and
+            the reason. Empty before ``fp8compile.parallel.fsdp_float8_all_gather`` was called.
         sharded: Whether ``fully_shard`` was called for the layer. If not, ``gathered`` tells what FSDP2 will gather.
         quantized_weight: Whether the weight is kept as codes, by ``quantized_parameters=True`` of
             ``fp8compile.convert``.
         past_forward: The method that multiplies a converted layer's weight without calling the layer, so that the
             product is not in FP8. Empty if neither the first forward nor the report's forward had such a product.
-        called: Whether the report's forward called a converted layer, or the GEMMs of converted experts. None if the
-            report was given no forward.
+        called: Whether the report's forward called a converted layer, or the GEMMs of converted experts. None for
+            other layers, and if the report was given no forward.
     """
 
     fqn: str
@@ -213,8 +213,8 @@ def _weight_rows(
 def conversion_report(model: nn.Module, *, forward: Callable[[], object] | None = None) -> ConversionReport:
     """Report which layers of a model run in FP8, which GEMMs of each, and why the others do not.
 
-    The report has each ``nn.Linear`` and each module of experts that ``convert`` knows. It also has matrices that a
-    forward has multiplied outside of these modules, such as weights of other experts, routers, ``Conv1D`` and
+    The report has each ``nn.Linear``, and each other linear or experts that ``convert`` knows. It also has matrices
+    that a forward has multiplied outside of these modules, such as weights of other experts, routers and
     ``nn.MultiheadAttention``, or an embedding that is the head too. The forward is the first one after ``convert``, or
     the given ``forward``. If no forward has run, the report lists 3-D parameters, and 2-D parameters with "weight" in
     their name, but none of embeddings and convolutions.

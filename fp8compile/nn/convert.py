@@ -123,8 +123,8 @@ def convert(
         model: Any module.
         recipe: Quantizers for the layers' GEMMs. Or a mapping from name patterns to recipes, such as ``{"*.down_proj":
             a, "layers.*": b}``, in which the first pattern that matches decides. Or a function ``(module, fqn) ->
-            Recipe``, which is called once for each layer. A layer stays in high precision if it gets None, or if no
-            pattern matches it.
+            Recipe``, called once for each layer that the other arguments leave to it. A layer stays in high precision
+            if it gets None, or if no pattern matches it.
         filter: Which linears and experts to convert: a function ``(module, fqn) -> bool``, or name patterns
             (``"layers.*"``, ``"!lm_head"``). By default all that FP8 can speed up.
         keep_ends: Number of blocks at each end of the model that stay in high precision, together with the layers
@@ -153,10 +153,11 @@ def convert(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: The model has no layers, or with ``strict`` none is converted. Layers of a group in
-            ``share_outer_scale`` have no common recipe, or have delayed scaling or quantized parameters. A pattern
-            matches no layer. A layer is converted already with another recipe. The model was compiled, scripted or
-            exported. An amax group is given without delayed scaling. A recipe has ``cache_weights``, and its layer
-            can't keep codes. With ``quantized_parameters``: a recipe needs a weight's values, a weight is shared with
+            ``share_outer_scale`` have no common recipe, or have delayed scaling, a transform or quantized parameters.
+            A pattern matches no layer. A layer is converted already with another recipe. The model was compiled,
+            scripted or exported. ``keep_ends`` or ``tail`` is out of range; ``tail_recipe``, ``keep_initial`` or
+            ``amax_group`` is given without what it is for. A recipe has ``cache_weights``, and its layer can't keep
+            codes. With ``quantized_parameters``: a recipe needs a weight's values, a weight is shared with
             a layer that is not converted, experts share a weight, or a weight is a DTensor of experts, a DTensor that
             FSDP2 has sharded, or a DTensor whose shards end within blocks. The model is unchanged then.
         RuntimeError: A weight to be quantized is a DTensor, on PyTorch 2.11.

@@ -68,7 +68,7 @@ class RowOfWeight:
         self._layer = weakref.ref(layer)
 
     def __call__(self) -> tuple[Tensor, Tensor] | None:
-        """Return views of the layer's buffers: amax history (L,), multiplier (); None if the layer is gone."""
+        """Return views of the layer's buffers: amax history (history,), multiplier (); None if the layer is gone."""
         if (layer := self._layer()) is None:
             return None
         history, multiplier, _ = layer.delayed_state()
@@ -86,7 +86,7 @@ def group_name(function: str, group: object) -> str | None:
 
 
 def check_state(state: object) -> None:
-    """Raise a TypeError unless `fp8compile.linear`'s ``state`` is a DelayedState, a ValueError if it requires grad.
+    """Raise a TypeError unless ``state`` is a DelayedState, a ValueError if one of its tensors requires grad.
 
     The op checks later whether the state fits the recipe.
     """

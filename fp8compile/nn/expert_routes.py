@@ -149,8 +149,8 @@ def expert_routes(
     """Exchange the numbers of rows that each rank has for each expert. All ranks of the group call this.
 
     Without a capacity, messages have no padding, and the host reads the numbers of rows once, which waits for the
-    device. With a capacity, the host reads nothing: each rank sends ``capacity`` rows to each other rank, padded with
-    zeros.
+    device. With a capacity, each rank sends ``capacity`` rows to each other rank, padded with zeros. The host then
+    reads nothing in compiled code, and in eager mode once, to check the capacity.
 
     Args:
         counts: (R * E,), int64 or int32, the number of rows that this rank has for each expert. The E experts of the

@@ -22,7 +22,7 @@ FUNCTION = "freeze_weights"
 
 
 def _frozen(recipe: Recipe) -> Recipe | None:
-    """Return the recipe of a frozen layer, with the forward's codes only; None if the forward reads no codes.
+    """Return the recipe of a frozen layer, with the forward's codes only; None without codes of the weight.
 
     If the recipe has other codes for grad_input, the frozen layer's grad_input reads the forward's codes, dequantized.
     """
@@ -82,8 +82,8 @@ def freeze_weights(model: Model) -> Model:
 
     Each weight then has only the codes that the forward reads, with the same codes and scales as in training. Nothing
     quantizes it again, and its values are gone. Outputs have the same bits as before. The weights require no gradient,
-    and writing values to them raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict with
-    codes loads.
+    and writing values to codes raises: a step of an optimizer, ``copy_``, a state dict with values. A state dict with
+    codes loads. A weight keeps its values if the forward reads no codes of it.
 
     Gradients still flow to the inputs of the layers. If a recipe has separate codes of the weight for grad_input, such
     as ``fp8compile.recipes.rowwise()``, grad_input multiplies the values of the forward's codes in high precision.
@@ -100,8 +100,8 @@ def freeze_weights(model: Model) -> Model:
     Raises:
         TypeError: The model is not a module.
         ValueError: The model has no FP8 layer; or a weight can't be kept as the forward's codes alone: it is shared
-            with a layer that is not converted, FSDP2 has sharded it, or its recipe has delayed scaling for one GEMM
-            only. The model is unchanged then.
+            with a layer that is not converted, FSDP2 has sharded it, it has two sets of codes and is spread over
+            ranks, or its recipe has delayed scaling for one GEMM only. The model is unchanged then.
     """
     check_model(FUNCTION, model)
     found: list[Any] = [module for module in model.modules() if is_converted(module)]

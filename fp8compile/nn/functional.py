@@ -167,7 +167,7 @@ def linear(
     """Compute ``x @ weight.T + bias`` with FP8 GEMMs, forward and backward, as the recipe says.
 
     It is differentiable once in x, weight and bias. Under ``torch.autocast`` these are cast to autocast's dtype
-    first, as in ``torch.nn.functional.linear``. A traced graph has one node for it: ``fp8compile::linear``, or
+    first, as in ``torch.nn.functional.linear``. A traced graph has one node for it, such as ``fp8compile::linear``, or
     ``fp8compile::delayed_linear`` if the recipe has delayed scaling.
 
     Args:
@@ -188,8 +188,8 @@ def linear(
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError: ``recipe`` is not a recipe, a dtype or layout is not supported, or dtypes differ, such as a
-            quantized weight's and autocast's.
+        TypeError: ``recipe`` is not a recipe, or ``state`` no DelayedState; a dtype or layout is not supported, or
+            dtypes differ, such as a quantized weight's and autocast's.
         ValueError: Shapes or devices do not fit. The recipe has delayed scaling, and the state is missing or does not
             fit the recipe. ``outer_amax`` has another shape, or is given with a state or a quantized weight. A
             quantized weight has other codes than the recipe asks for, or is a shard that ends within a block.

@@ -130,8 +130,7 @@ def grouped_linear(
             group, and no amax or GEMM reads them.
         bias: (groups, out_features), the dtype of ``x``, or None. The bias is added in this dtype.
         recipe: Quantizers for the operands: ``rowwise_bf16_wgrad``, ``rowwise``, ``tensorwise``, ``blockwise``,
-            ``mxfp8``, on a CPU ``nvfp4``, or another recipe whose blocks lie within a row or along the tokens of one
-            group.
+            ``mxfp8``, ``nvfp4``, or another recipe whose blocks lie within a row or along the tokens of one group.
         check_in_graph: Whether compiled code checks ``offsets`` too. Eager mode always does.
         weight_codes: The codes of ``weight``, if its module keeps codes; see `fp8compile.linear`.
         observer: Buffers to which the backward adds statistics of the operands; see `fp8compile.linear`.

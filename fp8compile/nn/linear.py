@@ -41,7 +41,7 @@ class Linear(CodesInState, nn.Linear):
 
     It is a subclass, so tools that look for a ``nn.Linear`` find it. Parameters and state dict are as in
     ``nn.Linear``, unless ``fp8compile.convert`` made it with ``quantized_parameters=True``: then the state dict has
-    codes and a scale instead of the weight. The layer also loads a state dict with values, and quantizes the values.
+    codes and scales instead of the weight. The layer also loads a state dict with values, and quantizes the values.
 
     With delayed scaling the layer has two more buffers, the fields of ``fp8compile.DelayedState``, which each backward
     updates. Loading a state dict without these buffers, such as a ``nn.Linear``'s, resets them. The buffers stay
@@ -59,7 +59,8 @@ class Linear(CodesInState, nn.Linear):
 
     Raises:
         TypeError: ``recipe`` or ``amax_group`` has a wrong type, or ``dtype`` is not one of the three.
-        ValueError: A group is given for a recipe without delayed scaling.
+        ValueError: A group is given for a recipe without delayed scaling, or the recipe has ``cache_weights`` and its
+            codes of the weight can't be kept.
     """
 
     amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
@@ -128,8 +129,8 @@ class Linear(CodesInState, nn.Linear):
         If `convert` made the layer from a subclass of ``nn.Linear``, the result has that class.
 
         Raises:
-            TypeError: The layer's class is a user's subclass, or its weight is parametrized or quantized, or its
-                forward was replaced or compiled on the instance.
+            TypeError: The layer's class is a user's subclass of this class, or the weight is parametrized or
+                quantized, or the forward was replaced or compiled on the instance.
         """
         if (reason := cannot_revert(self)) is not None:
             raise TypeError(f"Linear.to_linear: {reason}")
@@ -160,7 +161,7 @@ class Linear(CodesInState, nn.Linear):
         self.scale_quantizer = self.recipe.weight or self.recipe.weight_for_grad_input
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute ``input @ weight.T + bias``, of shape (..., out_features) and the dtype of the input."""
+        """Compute ``input @ weight.T + bias``, (..., out_features), in the dtype of the input (or of autocast)."""
         recipe = self._recipe
         beside: dict[str, Any] = {}  # what few layers have, and few steps
         if self._recipe_under_fsdp is not None and is_fsdp_managed(self):
@@ -233,7 +234,7 @@ class Linear(CodesInState, nn.Linear):
         return self.is_quantized() and isinstance(self.recipe.weight, DelayedScaling)
 
     def is_quantized(self) -> bool:
-        """Whether the weight is kept as codes and a scale."""
+        """Whether the weight is kept as codes and scales."""
         weight = self._parameters.get("weight")  # not self.weight, which computes a parametrized weight
         return weight is not None and is_quantized_parameter(local_itself(weight))
 
@@ -279,7 +280,7 @@ def _keeping_nothing(recipe: Recipe) -> Recipe:
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
-    """Turn a linear into a `Linear`: set the recipe and, for delayed scaling, the buffers of its state.
+    """Set up a layer that has the class `Linear`: the recipe and, for delayed scaling, the buffers of the state.
 
     ``amax_group`` are the ranks that reduce amaxes of delayed scaling, or None.
     """
@@ -293,7 +294,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
 
 def become_plain(layer: nn.Linear) -> None:
-    """Remove the attributes that `become_float8` gave a layer."""
+    """Remove the attributes and buffers that a `Linear` has and a ``nn.Linear`` has not; the class stays."""
     for name in (
         "_recipe",
         "_recipe_under_fsdp",

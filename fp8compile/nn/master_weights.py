@@ -59,7 +59,7 @@ class MasterWeights(Optimizer):
             a shard gets its part of the whole weight's noise.
         seed: Seed of stochastic rounding.
         moments: Dtype in which an optimizer of ``fp8compile.optim`` keeps all its moments, ``torch.float8_e4m3fn`` for
-            codes; None for the optimizer's own choice. It replaces options such as ``exp_avg_dtype``.
+            codes; None for the optimizer's own choice. Options such as ``exp_avg_dtype`` overrule it.
         options: Options of the optimizer.
 
     Raises:

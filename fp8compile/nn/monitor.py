@@ -154,7 +154,7 @@ class Monitor:
         self.steps += 1
 
     def check(self, loss: Tensor, replay: Callable[[], object] | None = None) -> None:
-        """Raise a NonFiniteError if a loss is not finite; its text names the first operand that is not.
+        """Raise a NonFiniteError if a loss is not finite; the text names the first observed operand that is not.
 
         Call this before the optimizer's step. The host reads the loss, and so waits for the device. If statistics of
         this step are not read, ``replay`` runs the same batch again with all layers observed; gradients are then the

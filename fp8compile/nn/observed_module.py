@@ -57,7 +57,7 @@ class Observed(Module):
 
 
 def first_expert(stack: Any) -> int:
-    """Return the index of this rank's first expert in stacked weights; 0 unless ranks share the experts."""
+    """Return the index of this rank's first expert in stacked weights; 0 unless experts are spread over ranks."""
     if isinstance(stack, UngatheredStack):
         if stack.spread is None:
             return 0

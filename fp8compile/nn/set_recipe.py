@@ -68,10 +68,11 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
 
     Args:
         model: A converted model, compiled or not.
-        forward: The recipe whose ``input`` and ``weight`` quantizers and ``fast_accumulation_output`` the outputs use
-            from now on. None computes outputs in the dtype of the weights, bit for bit as the reverted model does. If
-            the layers' recipe has ``dequantized_gradients``, gradients multiply the dequantized values of the new
-            codes. With None, gradients multiply the weights, until a forward with ``dequantized_gradients`` is set.
+        forward: The recipe whose ``input`` and ``weight`` quantizers, ``fast_accumulation_output`` and
+            ``dequantized_output`` the outputs use from now on. None computes outputs in the dtype of the weights, bit
+            for bit as the reverted model does. If the layers' recipe has ``dequantized_gradients``, gradients multiply
+            the dequantized values of the new codes. With None, gradients multiply x and the weights, until a forward
+            with ``dequantized_gradients`` is set.
 
     Returns:
         The model.
@@ -79,8 +80,9 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
     Raises:
         TypeError: The model is not a module, or ``forward`` is not a recipe.
         ValueError: The model has no FP8 layer, or a layer's forward can't be changed: the layer has delayed scaling, a
-            quantized weight, an outer scale that layers share, or was prepared for FSDP by this package; or experts do
-            not support the recipe; or ``forward`` emulates and the layer's recipe does not. Nothing is changed then.
+            quantized weight, an outer scale that layers share, or was prepared for FSDP by this package; or it has
+            ``cache_weights`` and could not keep codes; or experts do not support the recipe; or ``forward`` emulates
+            and the layer's recipe does not. Nothing is changed then.
     """
     check_model("set_recipe", model)
     if forward is not None and not isinstance(forward, Recipe):

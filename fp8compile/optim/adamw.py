@@ -48,7 +48,7 @@ class AdamW(MomentOptimizer):
 
     Args:
         params: Parameters, named parameters or parameter groups, as in ``torch.optim``. Groups may override each
-            option below except ``backend``.
+            option below except ``backend`` and those that must be False or None.
         lr: Learning rate, a float or a tensor of one element.
         betas: Decay rates of the two moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.

@@ -4,7 +4,7 @@
     (E, N, K), E experts    (E, N, K)                      (E, N, ceil(K / 128))
     (N, 64, 3, 3)           (N, 64, 3, 3)                  (N, 5): trailing dims make one row of 576
 
-A block never crosses rows, so FSDP2 shards scales together with the rows. Codes and scales are plain tensors, sharded
+A block never crosses rows, so FSDP2 shards scales together with the rows. Codes and scales are two tensors, sharded
 like the parameter; checkpoints load bit for bit on any number of ranks.
 """
 

@@ -43,8 +43,9 @@ class Muon(MomentOptimizer):
     orthogonalize, ranks that share a matrix gather the update in bfloat16 once a step; each rank applies its shard
     of the result.
 
-    The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if a matrix has fewer
-    than 4096 elements or rows of fewer than 16. Blocks, rounding, seeds and saved states work as in ``AdamW``.
+    The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if it has values, as
+    for a matrix of fewer than 4096 elements or with rows of fewer than 16. Blocks, rounding, seeds and saved states
+    work as in ``AdamW``.
 
     Args:
         params: Matrices, or groups of matrices. Give embeddings, norms and biases to another optimizer.
@@ -149,7 +150,7 @@ class Muon(MomentOptimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this optimizer, or of ``torch.optim.Muon``; the step count is then 0."""
+        """Load a ``state_dict`` of this optimizer, or one of ``torch.optim.Muon``, whose step count becomes 0."""
         state = {index: {"step": 0.0, **each} for index, each in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 

@@ -84,7 +84,7 @@ def _default(value: Any) -> Any:
 
 
 def check_class(cls: type[Any], constant: type[Any]) -> None:
-    """Raise a TypeError if ``cls``, a new constant, has a field or attribute that is not allowed.
+    """Raise a TypeError if ``cls``, a new constant, has a field, attribute or ``__post_init__`` that is not allowed.
 
     ``constant`` is the class `Constant`. A field may hold plain values, tuples and instances of ``constant``.
     """
@@ -169,7 +169,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 @cache
 def check_decorated(cls: type[Any]) -> None:
-    """Raise a TypeError unless the class is itself a frozen dataclass with generated equality."""
+    """Raise a TypeError unless the class is itself a frozen dataclass with generated equality over all fields."""
     name, parameters = cls.__name__, vars(cls).get("__dataclass_params__")
     if parameters is None:
         raise TypeError(f"{name} is no dataclass of its own: its fields would not count. Write {DECORATOR} above it.")
@@ -249,7 +249,8 @@ def _check_together(cls: type[Any], base: type[Any]) -> None:
 def check_steps(cls: type[Any], base: type[Any]) -> None:
     """Raise a TypeError if a quantizer's class has no scale rule or overrides methods wrongly.
 
-    Wrong are a missing counterpart, a misspelled name, and arguments other than in ``base``, the class `Quantizer`.
+    Wrong are a missing counterpart, a misspelled name, a field in place of a method, and arguments other than in
+    ``base``, the class `Quantizer`.
     """
     name = cls.__name__
     if not _overrides(cls, base, "multiplier") and not _overrides(cls, base, "outer_scale"):

@@ -54,10 +54,10 @@ def returned(
 
 
 def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Call a quantizer's ``method``, such as ``"codes_shape"``, with ``shape``, and check its result.
+    """Call a quantizer's ``method``, such as ``"codes_shape"``, with ``shape``; return the result as a tuple.
 
     Raises:
-        TypeError: The result is not a tuple of ints.
+        TypeError: The result is not a sequence of ints.
     """
     found = getattr(quantizer, method)(shape)
     if type(found) is tuple and len(found) == 2 and type(found[0]) is type(found[1]) is int:

@@ -82,7 +82,7 @@ def salt_with(module_name: str, function: str = "") -> None:
     """Add a module's source to all compile cache keys from now on, because compiled code depends on it.
 
     Args:
-        module_name: The module. Modules of fp8compile itself are left out: all keys have their sources.
+        module_name: The module. Ignored for PyTorch, and for fp8compile itself, whose sources all keys have.
         function: Name of a function of the module, which is added to the keys too, because compiled code depends on
             the function and no graph names it. Empty for none.
     """
@@ -97,7 +97,7 @@ def salt_with(module_name: str, function: str = "") -> None:
 def source_salt(cls: type[Any]) -> str:
     """Return eight hex digits for keys of compile caches, which change with the source a graph is compiled from.
 
-    The sources are this package, the modules of the class and its bases, and the modules added by `salt_with`.
+    The sources are this package's (``SALTED``), the modules of the class and its bases, and what `salt_with` added.
     """
     digest = hashlib.sha256(_package_hash())
     modules = [base.__module__ for base in cls.__mro__ if _is_foreign(base.__module__)]
@@ -148,7 +148,7 @@ def _check_field(owner: str, name: str, value: Any) -> None:
 
 @cache
 def _foreign_types(cls: type[Any]) -> dict[str, Any]:
-    """Return, by field, the annotated types of ``cls`` that classes of other packages declare."""
+    """Return the annotated types of those fields of ``cls`` that classes of other packages declare, by field."""
     declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
     types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
     return {name: hint for name, hint in types.items() if name in declared}
@@ -162,7 +162,8 @@ class Constant(_compat.OpaqueBase):
 
     Raises:
         TypeError: A field or attribute can't be part of a constant; raised when the class is defined. A wrong
-            decorator raises when the first instance is made.
+            decorator raises when the first instance is made, a wrong value of a field with each instance.
+        ValueError: A field is infinite or NaN.
     """
 
     from_graph: ClassVar[Callable[..., Constant]]

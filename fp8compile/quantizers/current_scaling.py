@@ -28,9 +28,8 @@ class CurrentScaling(Quantizer):
             down to a power of two. ``"e8m0_rceil"`` and ``"e8m0_floor"``: scales are powers of two stored as one byte,
             as in the MX formats.
         eps: Lower bound of the amax, which replaces smaller amaxes; 0 for none.
-        rounding: Rounding of values to codes. ``"nearest"``: ties to even. ``"stochastic"``: up or down at random, so
-            that the expected error is 0, which is meant for gradients; see
-            `fp8compile.quantizers.stochastic_rounding`.
+        rounding: Rounding of values to codes. ``"nearest"``: ties to even. ``"stochastic"``, meant for gradients: up
+            or down at random, so that the expected error is 0; see `fp8compile.quantizers.stochastic_rounding`.
         seed: Seed of stochastic rounding.
 
     Raises:

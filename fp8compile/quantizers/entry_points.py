@@ -61,6 +61,7 @@ def load(name: str) -> Quantizer | Recipe:
 
     Raises:
         KeyError: No package has an entry point of this name.
+        ValueError: Two packages use one name for different things.
         ImportError: The entry point can't be imported or called; the cause is chained.
         TypeError: The entry point's value is neither a quantizer nor a recipe.
     """
@@ -94,7 +95,7 @@ def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
 def _value_of_imported(entry: metadata.EntryPoint) -> Any:
     """Return the value of an entry point whose module is imported already; None otherwise.
 
-    A class is called to make the value; a function's value is None until `load` has called the function.
+    A class is called to make the value. A function is itself returned until `load` has called it.
     """
     if entry in LOADED:
         return LOADED[entry]

@@ -26,7 +26,7 @@ __all__ = ["GEMMS", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
 
 
 class Gemm(NamedTuple):
-    """One of the three GEMMs, (m, k) by (k, n): its name, and the recipe's fields of its two operands.
+    """One of the three GEMMs, (m, k) by (k, n): its name, and the fields of `Recipe` for its two operands.
 
     ``a_transposed`` and ``b_transposed`` tell whether the layer's tensor is transposed first.
     """
@@ -122,10 +122,11 @@ class Recipe(Constant):
 
     Raises:
         ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two, except for the output's
-            GEMM with ``dequantized_output``. Two quantizers of one tensor with delayed scaling do not agree.
-            ``keep_weight_codes`` is set, and output and grad_input need different codes. ``dequantized_output`` or
-            ``dequantized_gradients`` is set, and there are no codes or no gradient in high precision.
-        TypeError: An operand's field holds no quantizer, or a switch is not a bool.
+            GEMM with ``dequantized_output``. Two quantizers of one tensor with delayed scaling differ, or those of two
+            tensors in ``history`` or ``algorithm``. ``keep_weight_codes`` is set, and output and grad_input need
+            different codes. ``dequantized_output`` or ``dequantized_gradients`` is set, and there are no codes, no
+            gradient in high precision (for the latter), or delayed scaling.
+        TypeError: An operand's field is neither a quantizer nor None, or a switch is not a bool.
     """
 
     input: Quantizer | None = None

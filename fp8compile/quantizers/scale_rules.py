@@ -43,7 +43,10 @@ MANTISSA_MASK = (1 << FLOAT32_MANTISSA_BITS) - 1
 
 
 def exact_quotient(number: float, x: Tensor) -> Tensor:
-    """Compute ``number / x``, correctly rounded to float32; ``x`` is float32 or float64."""
+    """Compute ``number / x``, rounded to float32; ``x`` is float32 or float64.
+
+    The result is correctly rounded if ``x`` is float32.
+    """
     # the constant has as many dims as x, because a float64 scalar would leave the division in float32
     return (constant(number, torch.float64, x, (1,) * x.ndim) / x).float()
 
