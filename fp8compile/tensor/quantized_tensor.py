@@ -1,7 +1,7 @@
 """QuantizedTensor: codes and scales that autograd sees as a tensor of the dtype that was quantized.
 
-Views, copies and moves between devices work, because they compute nothing. Every other op raises a TypeError, so that
-nothing dequantizes unnoticed.
+Views, copies and moves between devices work, because they compute nothing. fp8compile's own ops, such as those of
+layers, read the codes. Every other op raises a TypeError, so that nothing dequantizes unnoticed.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class QuantizedTensor(Tensor):
 
     ``fp8compile.quantize`` makes it. These ops work on it: ``detach``, ``clone`` and ``t``; ``view`` and ``reshape``
     if they keep the last dim (or in any case, if the whole tensor is one block); ``slice``, ``select``, ``split`` and
-    ``chunk`` if they cut no block; ``to`` another device. Any other op raises a TypeError. Call ``dequantize()`` for a
-    plain tensor.
+    ``chunk`` if they cut no block; ``to`` another device. Any other op of PyTorch raises a TypeError. Call
+    ``dequantize()`` for a plain tensor.
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape(shape)``. Only read ``codes`` and ``scale``: a compiled graph does not
