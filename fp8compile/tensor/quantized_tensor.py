@@ -89,11 +89,11 @@ class QuantizedTensor(Tensor):
             Stacked weights of E experts have (E, blocks along rows, blocks along columns). If shards cut blocks, these
             are the scales of the whole tensor.
         quantizer: The immutable quantizer that made the codes.
-        group: The process group over whose ranks the whole tensor is spread, or None.
-        shard_dim: The dim along which these ranks have shards of the whole tensor. None if there is no group, or if a
-            view has lost the dim.
-        sizes: Number of entries that each rank has along ``shard_dim``, if ``fp8compile.quantize`` was given them;
-            else None.
+        group: The process group over whose ranks the whole tensor is spread, or over which FSDP2 gathered it; or None.
+        shard_dim: The dim along which these ranks have shards of the whole tensor. None if there is no group, if FSDP2
+            gathered the whole tensor, or if a view has lost the dim.
+        sizes: Number of entries that each rank has along ``shard_dim``. None if this is not known, as after
+            ``fp8compile.quantize`` without ``sizes``.
         outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for stacked weights of E experts.
             None unless the quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
         batch: Number of leading dims over which matrices are stacked: 1 for stacked weights of experts, else 0.
