@@ -44,7 +44,7 @@ class Packing:
 
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> Packing | None:
-        """Return how ``quantizer`` packs ``x``; None for no dims, no elements, gaps or overlaps in memory."""
+        """Return how ``quantizer`` packs ``x``; None if ``x`` has gaps or overlaps, no dims or no elements."""
         order = _memory_order(x)
         if order is None or x.ndim == 0 or any_is_zero(x.shape):
             return None

@@ -172,8 +172,8 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize a tensor, or this rank's shard of one.
 
-    With a group, the shard gets the codes and scales of its part of the quantized whole tensor. The amax is reduced
-    over the group if blocks have elements on several ranks. Nothing is sent if each block lies within one shard.
+    With a group, the shard gets the codes and scales of its part of the quantized whole tensor. Amaxes are reduced
+    over the group if blocks have elements on several ranks, or if there is an outer scale. Else nothing is sent.
 
     Gradients pass straight through: the gradient of ``x`` is the gradient of the result, a plain tensor.
 

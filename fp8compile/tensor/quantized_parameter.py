@@ -82,9 +82,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     """A QuantizedTensor that optimizers write to; a write updates the codes for output and grad_input.
 
     An in-place op dequantizes the parameter, computes in the parameter's dtype and quantizes the result, with the amax
-    over all ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one
-    message. While an optimizer's step runs, ops compute on plain values, which are quantized once at its end
-    (`Pending`). Beside the ops of a QuantizedTensor, ``copy_``, ops such as ``zeros_like``, and ``UPDATES`` and
+    over all ranks that share the scale. For a list of parameters (``foreach``), a group of ranks exchanges all amaxes
+    in one message. While an optimizer's step runs, ops compute on plain values, which are quantized once at its end
+    (`Pending`). Besides the ops of a QuantizedTensor, ``copy_``, ops such as ``zeros_like``, and ``UPDATES`` and
     ``READS`` in write_ops.py work. Any other op raises.
 
     Attributes:

@@ -351,7 +351,7 @@ class QuantizedTensor(Tensor):
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
         """Gather the whole tensor from the shards of the ranks of ``group``, all of which call this.
 
-        Ranks send their codes, one byte each, and send scales only if ranks have different scales. Nothing is
+        Ranks send their codes, at most one byte each, and scales only if ranks have different scales. Nothing is
         quantized again.
 
         Args:
