@@ -139,7 +139,7 @@ def check(folder: str | os.PathLike[str]) -> CheckReport:
 
     Raises:
         ValueError: Something is wrong; the text lists it.
-        FileNotFoundError: The folder has no config.json, or none of the files that `save_pretrained` writes.
+        FileNotFoundError: The folder has no config.json, or no fp8compile_export.json of `save_pretrained`.
     """
     path = Path(folder)
     config, record = read_json("check", path / "config.json"), read_json("check", path / RECORD)

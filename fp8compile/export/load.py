@@ -381,8 +381,8 @@ def load_quantized(
     or train them by `fp8compile.MasterWeights`. Weights stored in high precision are loaded as values. Parameters
     are new objects, so make optimizers and shard the model afterwards.
 
-    If the model is on the meta device, no weight is ever in memory in high precision; ``fp8compile.convert`` works on
-    such a model. If a recipe quantizes the weight differently for the backward (`rowwise`, `mxfp8`), the codes for the
+    ``fp8compile.convert`` works on a model on the meta device too. Weights stored as codes are then never in memory in
+    high precision, unless a recipe quantizes them differently for the backward (`rowwise`, `mxfp8`): the codes for the
     backward are made from the values of the folder's codes, one weight at a time.
 
     Args:
@@ -396,7 +396,8 @@ def load_quantized(
     Raises:
         ValueError: The format is not known; a file can't be read; a tensor is missing, has another shape than the
             recipe gives, or has no counterpart in the model; the recipe has delayed scaling; or a weight is sharded.
-            The text lists all problems, and nothing is changed.
+            The text lists all problems, and nothing is changed. Parameters may be replaced already if a scale is
+            negative or NaN, or if it differs from that of the other rows of its block or matrix.
         FileNotFoundError: The folder has no config.json.
     """
     path = Path(folder)

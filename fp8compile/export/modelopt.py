@@ -1,6 +1,6 @@
 """modelopt: the layout of NVIDIA's ModelOpt, which TensorRT-LLM, vLLM and SGLang read.
 
-Weights are (N, K), with N output and K input features. Codes are multiplied by all scales:
+Weights are (N, K), with N output and K input features. Codes are multiplied by all scales of weights:
 
     FP8                        weight (N, K) e4m3; weight_scale, input_scale () float32
     FP8_PER_CHANNEL_PER_TOKEN  weight (N, K) e4m3; weight_scale (N,) float32

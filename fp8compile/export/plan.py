@@ -1,4 +1,4 @@
-"""Plan of a checkpoint in a serving format, made from the model's names and shapes alone.
+"""Plan of a checkpoint in a serving format, made from the model's names, shapes and recipes, without values.
 
     parameter of a converted layer --kind of its codes, shape, name--> Weight, with a scheme and its places
                                   +--the format can't hold it--> raises, or stays as values
@@ -61,7 +61,7 @@ class Plan:
     Attributes:
         model: The model.
         format: The format.
-        weights: All parameters and buffers.
+        weights: All parameters and buffers that the checkpoint stores.
         groups: For each scheme, the checkpoint's names of the layers that it stores.
         ignored: The checkpoint's names of the layers that are not quantized, including routers.
         notes: Differences between serving and training, and their reasons.

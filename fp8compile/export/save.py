@@ -149,8 +149,8 @@ def save_pretrained(
         A report; print it.
 
     Raises:
-        ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format.
-            Nothing is written.
+        ValueError: An argument has an unknown value, the model has no layer in FP8, or its weights do not fit the
+            format. Nothing is written.
         FileExistsError: The folder is not empty, and ``overwrite`` is False.
         OSError: The disk is full or read-only. An earlier checkpoint in the folder is unchanged.
         RuntimeError: The first rank could not write; raised on the other ranks.

@@ -113,7 +113,8 @@ class Format:
             of the layers that are not quantized.
         files: Returns the content of further JSON files by name, from the same arguments as ``config``.
         mixes: Whether one model may have several schemes.
-        metadata: Returns a matrix's entries in the header of a safetensors file; None if the format has none.
+        metadata: Returns a tensor's entries in the header of a safetensors file, from its name and, if it is
+            quantized, its matrix; None if the format has none.
         instead: Advice for kinds that the format can't hold, by kind.
     """
 

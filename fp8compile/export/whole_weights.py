@@ -1,7 +1,7 @@
 """Gathers sharded parameters: as values or, matrix by matrix, as the codes that the forward uses.
 
-Each rank quantizes its shard with the whole tensor's scales, and then sends codes. Only parameters that stay in high
-precision are sent as values. All ranks that share a parameter call these functions.
+Each rank quantizes its shard with the whole tensor's scales, and then sends codes. Only parameters that the
+checkpoint stores in high precision are sent as values. All ranks that share a parameter call these functions.
 """
 
 from __future__ import annotations

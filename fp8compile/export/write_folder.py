@@ -121,7 +121,7 @@ class Shards:
         self._held, self._metadata, self._size = {}, {}, 0
 
     def finish(self) -> None:
-        """Write the remaining tensors, rename the files to ``model-00001-of-00003``, and write the index."""
+        """Write the remaining tensors, and rename the files; also write the index, unless there is only one file."""
         if self._held or not self._names:
             self._write()
         count, places = len(self._names), {}

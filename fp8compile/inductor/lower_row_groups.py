@@ -71,7 +71,7 @@ def lower_largest_of_sums(x: Any, rows: int, kinds: Sequence[Factors]) -> tuple[
     Args:
         x: Inductor IR of a matrix (M, K), M a multiple of ``rows``.
         rows: Number of consecutive rows in a group.
-        kinds: For each magnitude the sums that it is the largest of; None for the rows themselves. A sum is given by
+        kinds: For each magnitude, the sums of which it is the largest; None for the rows themselves. A sum is given by
             its factors, one for each row of a group; the products are added in this order in float32.
 
     Returns:

@@ -1,7 +1,7 @@
 """Record a layer's block size on cast nodes, in ``node.meta["custom"]``.
 
-Decomposed graphs have no quantizers. `SavedAsCodes` therefore reads the block from the nearest cast of a saved tensor,
-to save it as codes with the same block. Inductor then packs these codes in the kernel that computes the amaxes.
+Decomposed graphs have no quantizers. To save a tensor as codes with the same block, `fp8compile.saved_tensors`
+reads the block from the nearest cast. Inductor then packs these codes in the kernel that computes the amaxes.
 """
 
 from __future__ import annotations

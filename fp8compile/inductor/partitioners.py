@@ -1,4 +1,4 @@
-"""Partitioners for Inductor that run its min-cut partitioner and then change the two graphs."""
+"""Partitioners for Inductor that run PyTorch's min-cut partitioner and then change the two graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add entries to Inductor's tables of decompositions and lowerings, as soon as Inductor is imported."""
+"""Add entries to Inductor's tables of decompositions, lowerings and passes, as soon as Inductor is imported."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class TileMatrix:
-    """One matrix of a `TileLaunch` that reads several; a template repeats the code below "each matrix" for it."""
+    """One matrix of a `TileLaunch` that reads several, for each of which a template repeats part of the kernel."""
 
     constants: Mapping[str, Any]  # compile-time arguments that are this matrix's own
     left_out: tuple[str, ...] = ()  # names of the pointers among the outputs that this matrix does not have

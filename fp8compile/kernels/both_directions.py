@@ -308,7 +308,7 @@ def tiles_of_several(
 
     Args:
         shape: Rows and columns of each matrix.
-        pairs: For each matrix the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
+        pairs: For each matrix, the quantizers along rows and along columns, with blocks (1, n) and (n, 1), n a divisor
             of 128. With None along rows, a matrix gets codes along columns only; the first matrix has both quantizers.
         counts: Whether each matrix has statistics (`fp8compile.ops.counting_kernels`) as its last result.
     """

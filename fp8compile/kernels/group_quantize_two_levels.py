@@ -305,7 +305,7 @@ def amaxes_of_groups(
     """Return the launch of `amaxes_kernel`, which computes two amaxes of each of E groups of rows.
 
     Call the launch with ``x`` (no size 0), ``offsets`` and the result, (2, E) float32, which must be zeros before the
-    launch. Row 0 is for codes along rows, row 1 for codes along tokens; without a quantizer the row stays zeros.
+    launch. Row 0 is for codes along rows, row 1 for codes along tokens; without a quantizer, a row stays zeros.
     """
     (r, k), groups = x.shape, offsets.shape[0]
     chosen = amax_constants(rows, columns, target_of(x.device))

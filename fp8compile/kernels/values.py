@@ -14,7 +14,7 @@ __all__ = ["values", "write"]
 
 @triton.jit
 def values(x_ptr, m, k, is_inside, stride_m, stride_k):
-    """Load elements at rows ``m``, (T, 1) int64, and columns ``k``, (1, T), as float32; 0 where not ``is_inside``."""
+    """Load elements at rows ``m``, (R, 1) int64, and columns ``k``, (1, C), as float32; 0 where not ``is_inside``."""
     return tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
 
 

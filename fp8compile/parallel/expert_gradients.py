@@ -1,4 +1,4 @@
-"""Average the gradients of experts that are spread over ranks, which FSDP ignores."""
+"""Average gradients of experts that are spread over ranks, and check that FSDP shards over other ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessG
 
 
 def has_no_other_ranks(mesh: DeviceMesh) -> bool:
-    """Whether a mesh has all ranks of its root mesh, so that no other dim of the root is left for FSDP."""
+    """Whether a mesh has all ranks of its root mesh, and no dim of size 1 of the root is left for FSDP."""
     root = root_mesh(mesh)
     own = set(mesh.mesh_dim_names or ())
     others = [size for name, size in zip(root.mesh_dim_names or (), root.mesh.shape, strict=False) if name not in own]

@@ -28,8 +28,8 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         capacity: Number of rows that a rank may send to another. None sets no limit; the host then waits for the
-            numbers of rows once in a forward. With a capacity it never waits. Rows that do not fit raise in eager
-            mode, and are counted in compiled code (see `overflowed_rows`).
+            numbers of rows once in a forward. With a capacity, it never waits in compiled code. Rows that do not fit
+            raise in eager mode, and are dropped and counted in compiled code (see `overflowed_rows`).
         float8_dispatch: Whether rows may travel as codes. A GEMM that needs other codes of the rows, as grad_weight of
             ``rowwise`` does, then quantizes the received values, and losses differ in the last digits from losses
             without expert parallelism. If False, losses are the same.
@@ -39,10 +39,11 @@ class ExpertParallel(ParallelStyle):
             named here, each token counts several times in the gradients of experts.
 
     Raises:
-        TypeError: When the style is applied: the module is no module of experts that ``fp8compile.convert`` converted
-            and that routes tokens itself.
-        ValueError: When the style is applied: a mesh has more than one dim, the number of experts is not a multiple of
-            the number of ranks, or ``same_tokens`` has ranks that are not on the mesh.
+        TypeError: ``same_tokens`` is not a DeviceMesh. When the style is applied: the module is no module of experts
+            that ``fp8compile.convert`` converted and that routes tokens itself, or was spread over ranks before.
+        ValueError: ``capacity`` is not a positive int. When the style is applied: a mesh has more than one dim, the
+            number of experts is not a multiple of the number of ranks, or ``same_tokens`` has ranks that are not on
+            the mesh.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ def column_parallel_grouped_linear(
 
     Raises:
         TypeError, RuntimeError: The same as `fp8compile.grouped_linear`; or ``group`` is not a process group.
-        ValueError: The same as `fp8compile.grouped_linear`; or a shard ends within a block, or ranks give different
-            sizes.
+        ValueError: The same as `fp8compile.grouped_linear`; or a shard ends within a block, ranks give different
+            sizes, or the recipe has outer scales (with two ranks or more).
     """
     return _parallel(
         "column_parallel_grouped_linear", 1, x, weight, offsets, bias, recipe, group, feature_sizes, observer

@@ -1,7 +1,7 @@
 """saved_as_codes: context in which calls save tensors as codes, eager or compiled by any backend.
 
 Its pack and unpack hooks are FX graphs: AOTAutograd inlines the hooks into the graphs of a compiled call, and
-Dynamo recompiles if the hooks are new objects. In eager mode autograd calls the hooks.
+Dynamo recompiles if the hooks are new objects. In eager mode, autograd calls the hooks.
 """
 
 from __future__ import annotations

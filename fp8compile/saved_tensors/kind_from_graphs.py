@@ -41,7 +41,7 @@ __all__ = ["block_beside", "described"]
 
 
 def described(node: fx.Node, place: fx.Node) -> SavedTensor | None:
-    """Describe a saved tensor; None if it can't become codes, as statistics and arguments of the forward.
+    """Describe a saved tensor; None if it can't become codes, such as a statistic or an argument of the forward.
 
     Args:
         node: Node of the forward graph that makes the tensor.

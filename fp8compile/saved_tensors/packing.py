@@ -44,7 +44,7 @@ class Packing:
 
     @staticmethod
     def of(x: Tensor, quantizer: Quantizer) -> Packing | None:
-        """How ``quantizer`` packs the tensor ``x``; None if ``x`` has gaps in memory, or no elements."""
+        """Return how ``quantizer`` packs ``x``; None if ``x`` has gaps or overlaps, no dims or no elements."""
         order = _memory_order(x)
         if order is None or x.ndim == 0 or any_is_zero(x.shape):
             return None

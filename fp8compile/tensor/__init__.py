@@ -1,6 +1,6 @@
 """QuantizedTensor and QuantizedParameter: codes and scales that stand for a tensor.
 
-Other packages register handlers of their ops with these two classes. An op without a handler raises a TypeError.
+The files of this package register handlers of ops for these two classes. An op without a handler raises a TypeError.
 """
 
 from fp8compile.tensor import factory_ops as factory_ops  # these fill tables of the classes

@@ -1,7 +1,8 @@
 """The tensors that FSDP2 sends for a weight that is sent as codes, and how gathered tensors are read.
 
-The first tensor holds the codes. A second one, 1-D bytes, holds the scales that only this rank has. If FSDP2 can't
-send a second tensor (one rank, padded shards, sharding along another dim than 0), ranks exchange scales separately.
+Each set of codes is one tensor; a mesh of one rank has both sets in one. The last tensor, 1-D bytes, holds the scales
+that only this rank has. If FSDP2 can't send it (one rank, padded shards, sharding along another dim than 0), ranks
+exchange scales separately.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ def _scales_of_all_ranks(
 def as_they_travel(quantizers: Sequence[Quantizer], shards: DimSharding, size: Sequence[int]) -> tuple[Quantizer, ...]:
     """Return the quantizers of the codes as FSDP2 sends them: four-bit codes one or two to a byte.
 
-    Codes for output and grad_input are packed alike, so that their messages have the same length. Uneven shards and
-    sharded columns need one code per byte. ``size`` is the whole weight's shape.
+    Codes for output and grad_input are packed alike, so that their messages have the same length. Uneven shards,
+    and shards along another dim than 0, need one code per byte. ``size`` is the whole weight's shape.
     """
     found = [_as_it_travels(each, shards, size) for each in quantizers]
     if any(packed_dim(each) is None for each in found):

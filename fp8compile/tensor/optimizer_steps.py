@@ -111,7 +111,7 @@ def write(tensors: Sequence[QuantizedParameter], values: Sequence[Tensor]) -> No
 
 
 def settle(parameters: Iterable[QuantizedParameter]) -> None:
-    """Quantize the values that a step has computed so far, with one amax message for all parameters."""
+    """Quantize the values that a step has computed so far, with one amax message for each group of ranks."""
     found = (each.pending for each in parameters)
     every = {id(pending): pending for pending in found if pending is not None and pending.parameter is not None}
     due: list[Any] = [(pending.parameter, pending.values) for pending in every.values() if pending.values is not None]

@@ -30,7 +30,7 @@ def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
 
 
 def moved(op: Any, source: Tensor, result: Tensor) -> Tensor:
-    """Return ``result``, with the attributes that users set on ``source`` if ``Module.to`` can call ``op``."""
+    """Return ``result``. If ``Module.to`` can call ``op``, first copy the attributes that users set on ``source``."""
     if op in MOVES:
         vars(result).update(attributes_of_others(source))
     return result

@@ -172,8 +172,8 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize a tensor, or this rank's shard of one.
 
-    With a group, the shard gets the codes and scales of its part of the quantized whole tensor. The amax is reduced
-    over the group if blocks have elements on several ranks. Nothing is sent if each block lies within one shard.
+    With a group, the shard gets the codes and scales of its part of the quantized whole tensor. Amaxes are reduced
+    over the group if blocks have elements on several ranks, or if there is an outer scale. Else nothing is sent.
 
     Gradients pass straight through: the gradient of ``x`` is the gradient of the result, a plain tensor.
 
@@ -183,17 +183,17 @@ def quantize(
         group: The ranks over which the whole tensor is spread; ``x`` is this rank's shard. All these ranks call this.
         shard_dim: The dim along which the tensor is sharded; needed with ``group``.
         sizes: Number of entries that each rank has along ``shard_dim``. Needed if a shard begins or ends within a
-            block, because a rank can't tell the other ranks' sizes from its own. All ranks give the same sizes, or
-            none gives any.
+            block, or if rounding is stochastic, because a rank can't tell the other ranks' sizes from its own. All
+            ranks give the same sizes, or none gives any.
 
     Returns:
         A QuantizedTensor with the shape and dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is not a dense tensor of these dtypes, or ``quantizer``, ``group`` or ``sizes`` has a wrong
-            type.
-        ValueError: Only one of ``group`` and ``shard_dim`` is given. Sizes do not fit, or are missing although a shard
-            boundary cuts a block. Sizes are given, but codes share bytes and ``quantizer.unpacked()`` is None.
+        TypeError: ``x`` is not a dense tensor of these dtypes, or another argument has a wrong type.
+        ValueError: Only one of ``group`` and ``shard_dim`` is given, or ``x`` has no such dim. Sizes do not fit, or
+            are missing although they are needed. Sizes are given, but codes share bytes and ``quantizer.unpacked()``
+            is None. The shape of ``x`` does not fit the quantizer, which packs or transforms several values together.
         RuntimeError: A group is given on PyTorch 2.11, or ``x`` is inside a transform of ``torch.func`` or
             forward-mode autograd.
     """

@@ -82,10 +82,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     """A QuantizedTensor that optimizers write to; a write updates the codes for output and grad_input.
 
     An in-place op dequantizes the parameter, computes in the parameter's dtype and quantizes the result, with the amax
-    over all ranks that share the scale. For a list of parameters (``foreach``), ranks exchange all amaxes in one
-    message. While an optimizer's step runs, ops compute on plain values, which are quantized once at its end
-    (`Pending`). ``UPDATES`` and ``READS`` in write_ops.py list the ops that work. Any other op raises, as on a
-    QuantizedTensor.
+    over all ranks that share the scale. For a list of parameters (``foreach``), a group of ranks exchanges all amaxes
+    in one message. While an optimizer's step runs, ops compute on plain values, which are quantized once at its end
+    (`Pending`). Besides the ops of a QuantizedTensor, ``copy_``, ops such as ``zeros_like``, and ``UPDATES`` and
+    ``READS`` in write_ops.py work. Any other op raises.
 
     Attributes:
         extent: The part of a weight that this tensor is. ``"whole"``: all of it. ``"slice"``: a view that shares a
@@ -170,7 +170,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def initial(self) -> Tensor | None:
         """The values from which the codes were made, float32 on the CPU; None if no values are kept.
 
-        With ``keep_initial=True`` ``fp8compile.convert`` keeps these values, until ``fp8compile.MasterWeights`` takes
+        With ``keep_initial=True``, ``fp8compile.convert`` keeps these values, until ``fp8compile.MasterWeights`` takes
         them. A write to the parameter replaces the values. Assigning None drops them for all views.
         """
         if self._shared.initial is None:

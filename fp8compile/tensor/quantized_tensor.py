@@ -1,7 +1,7 @@
 """QuantizedTensor: codes and scales that autograd sees as a tensor of the dtype that was quantized.
 
-Views, copies and moves between devices work, because they compute nothing. Every other op raises a TypeError, so that
-nothing dequantizes unnoticed.
+Views, copies and moves between devices work, because they compute nothing. fp8compile's own ops, such as those of
+layers, read the codes. Every other op raises a TypeError, so that nothing dequantizes unnoticed.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class QuantizedTensor(Tensor):
 
     ``fp8compile.quantize`` makes it. These ops work on it: ``detach``, ``clone`` and ``t``; ``view`` and ``reshape``
     if they keep the last dim (or in any case, if the whole tensor is one block); ``slice``, ``select``, ``split`` and
-    ``chunk`` if they cut no block; ``to`` another device. Any other op raises a TypeError. Call ``dequantize()`` for a
-    plain tensor.
+    ``chunk`` if they cut no block; ``to`` another device. Any other op of PyTorch raises a TypeError. Call
+    ``dequantize()`` for a plain tensor.
 
     Attributes:
         codes: uint8, ``quantizer.codes_shape(shape)``. Only read ``codes`` and ``scale``: a compiled graph does not
@@ -89,11 +89,11 @@ class QuantizedTensor(Tensor):
             Stacked weights of E experts have (E, blocks along rows, blocks along columns). If shards cut blocks, these
             are the scales of the whole tensor.
         quantizer: The immutable quantizer that made the codes.
-        group: The process group over whose ranks the whole tensor is spread, or None.
-        shard_dim: The dim along which these ranks have shards of the whole tensor. None if there is no group, or if a
-            view has lost the dim.
-        sizes: Number of entries that each rank has along ``shard_dim``, if ``fp8compile.quantize`` was given them;
-            else None.
+        group: The process group over whose ranks the whole tensor is spread, or over which FSDP2 gathered it; or None.
+        shard_dim: The dim along which these ranks have shards of the whole tensor. None if there is no group, if FSDP2
+            gathered the whole tensor, or if a view has lost the dim.
+        sizes: Number of entries that each rank has along ``shard_dim``. None if this is not known, as after
+            ``fp8compile.quantize`` without ``sizes``.
         outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for stacked weights of E experts.
             None unless the quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
         batch: Number of leading dims over which matrices are stacked: 1 for stacked weights of experts, else 0.
@@ -351,7 +351,7 @@ class QuantizedTensor(Tensor):
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
         """Gather the whole tensor from the shards of the ranks of ``group``, all of which call this.
 
-        Ranks send their codes, one byte each, and send scales only if ranks have different scales. Nothing is
+        Ranks send their codes, at most one byte each, and scales only if ranks have different scales. Nothing is
         quantized again.
 
         Args:

@@ -23,9 +23,9 @@ METHODS = ["share_memory_", "apply_", "map_", "map2_"]  # a wrapper has no memor
 
 
 def refuse_operators(cls: type[Tensor], no_meaning: Callable[[object, Any], str]) -> None:
-    """Make all operators of ``cls``, such as ``+``, raise a TypeError.
+    """Make the operators of ``cls``, such as ``+``, and the methods in `METHODS` raise a TypeError.
 
-    ``no_meaning`` returns the error's text from the operator's name and the tensor.
+    ``no_meaning`` returns the error's text, given the name of the operator or method, and the tensor.
     """
 
     def refused(name: str) -> Callable[..., Any]:

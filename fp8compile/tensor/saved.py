@@ -1,4 +1,4 @@
-"""Functions that rebuild quantized tensors from pickles; pickles have their names: never rename them.
+"""Functions that rebuild quantized tensors from pickles, which name these functions: never rename one.
 
 ``torch.load(weights_only=True)`` calls registered functions only. The four functions here are registered, and check
 their arguments. No tensor class is registered, because a file could then set its attributes.
@@ -70,7 +70,7 @@ def load_tensor(
 def load_parameter(*parts: Any) -> QuantizedParameter:
     """Make the QuantizedParameter of a pickle: a matrix without separate codes for grad_input.
 
-    ``parts`` are what ``QuantizedParameter.__reduce_ex__`` wrote: codes, scale, quantizer, dtype and flags.
+    ``parts`` are the arguments of `_parameter` after the first, as ``QuantizedParameter.__reduce_ex__`` wrote them.
     """
     return _parameter(None, *parts)
 
@@ -78,7 +78,7 @@ def load_parameter(*parts: Any) -> QuantizedParameter:
 def load_stack(codes: Tensor, *parts: Any) -> QuantizedParameter:
     """Make the QuantizedParameter of a pickle: stacked matrices without separate codes for grad_input.
 
-    ``parts`` are what ``QuantizedParameter.__reduce_ex__`` wrote after the codes: scale, quantizer, dtype and flags.
+    ``codes`` and ``parts`` are the arguments of `_parameter` after the first; see `load_parameter`.
     """
     if not isinstance(codes, Tensor) or codes.ndim != 3:
         raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")

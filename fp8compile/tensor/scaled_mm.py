@@ -94,7 +94,7 @@ def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype,
 
     Raises:
         TypeError: An operand is not a QuantizedTensor, or ``out_dtype`` is not one of the three.
-        ValueError: Shapes or devices do not fit, or no GEMM supports scales of these blocks.
+        ValueError: Shapes or devices do not fit, a shard cuts blocks, or no GEMM supports scales of these blocks.
         RuntimeError: This device has no GEMM for these operands.
     """
     for name, operand in (("a", a), ("b", b)):

@@ -1,7 +1,7 @@
 """Ops on a QuantizedTensor that keep its values: views, copies, moves between devices.
 
 A view has the codes of its elements, and the scales of their blocks. A view that would begin or end within a block
-raises a TypeError.
+raises a TypeError; some slices of a `QuantizedParameter` keep the scales of all blocks instead (``may_cut_blocks``).
 """
 
 from __future__ import annotations

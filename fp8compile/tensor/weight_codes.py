@@ -73,7 +73,7 @@ class WeightCodes(QuantizedTensor):
         self._storage = StorageWeakRef(weight.untyped_storage())
 
     def holds(self) -> bool:
-        """Whether nothing was written to the weight since the codes were made."""
+        """Whether nothing was written to the weight since the codes were made; False in an optimizer's step."""
         if self._holds is not None:
             return self._holds
         weight = None if self._weight is None else self._weight()

@@ -48,7 +48,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the op ``func`` on parameters' values, then quantize all parameters that it wrote to."""
+    """Run the op ``func`` on parameters' values, then `write` the values of all parameters that it wrote to."""
     written: list[Any] = [each for each in written_arguments(func, args, kwargs) if has_codes(each)]
     for each in written:
         if not isinstance(each, QuantizedParameter):

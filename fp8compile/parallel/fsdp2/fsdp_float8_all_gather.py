@@ -196,7 +196,7 @@ def fsdp_float8_all_gather(
     (``reshard_after_forward=False``, a number, or the default of the root) or if the backward repeats the forward
     (activation checkpointing); ``one_gather`` chooses what that gather sends.
 
-    With delayed scaling (``recipes.delayed``) a gather casts by the multiplier (1 / scale) that the layer has at that
+    With delayed scaling (``recipes.delayed``), a gather casts by the multiplier (1 / scale) that the layer has at that
     time. The layer itself uses the same multiplier, if each backward runs before the next forward.
 
     Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are computed from the whole weight,

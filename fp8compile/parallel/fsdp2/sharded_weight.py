@@ -66,9 +66,9 @@ class Edits:
 class ShardedWeight(FullyShardHooks, Tensor):
     """A tensor that FSDP2 gathers as codes; for all other code it acts as the plain tensor that it wraps.
 
-    FSDP2 asks the local tensor of a parameter how to gather it, which is why this is a subclass. Views, copies and
-    ``to`` keep the subclass. Other ops return plain tensors, so optimizer states are plain. Pickles and compilers see
-    a plain tensor.
+    FSDP2 asks the local tensor of a parameter how to gather it, which is why this is a subclass. Ops in `VIEWS` and
+    `COPIES` keep the subclass. Other ops return plain tensors, so optimizer states are plain. Pickles and compilers
+    see a plain tensor.
     """
 
     name: str = "weight"  # name of the parameter in its module; a tensor has a property of this name

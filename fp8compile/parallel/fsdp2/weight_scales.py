@@ -71,7 +71,7 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
 
 @_compat.untraced
 def _end_of_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count a write to each weight after an optimizer's step, because kernels may not raise version counters."""
+    """Count a write to each weight after an optimizer's step, because some kernels raise no version counter."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.requires_grad and isinstance(local := _compat.local_itself(p), ShardedWeight):
             local.edits.count += 1

@@ -182,9 +182,9 @@ def graph_fsdp(
         The model.
 
     Raises:
-        TypeError: An argument is of another type, or a parameter is not a plain tensor, such as a QuantizedTensor.
-        ValueError: The mesh has other dims, a parameter is on another device or has no dims, or the model was sharded
-            or compiled before.
+        TypeError: An argument is of another type, or a parameter is a QuantizedTensor or gathered as codes by FSDP2.
+        ValueError: The mesh has other dims, a parameter is on another device or has no dims, the model was sharded or
+            compiled before, or its layers share an outer scale or cache codes of their weights.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -1,4 +1,4 @@
-"""The class of a module whose parameters graph_fsdp shards, and which are whole while the model's forward runs.
+"""The class of a module with parameters that graph_fsdp shards, and that are whole while the model's forward runs.
 
 Each parameter becomes a property that gathers. Initialization, optimizers and state dicts find the shards. The op of
 an FP8 layer gathers the weight itself, as codes.

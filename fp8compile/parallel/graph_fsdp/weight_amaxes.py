@@ -1,4 +1,4 @@
-"""Exchange amaxes of all layers' sharded weights in one message at the start of a model's forward.
+"""Exchange amaxes of all layers' weights at the start of a model's forward, in one message a group of ranks.
 
 If a layer's forward runs alone, as when activation checkpointing repeats it, the layer sends its own message.
 """
