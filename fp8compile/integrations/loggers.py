@@ -28,7 +28,7 @@ def finite(reading: Reading) -> dict[str, float]:
 
 
 def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
-    """Write a reading to TensorBoard: a scalar for each number, a histogram for each list of exponents.
+    """Write a reading to TensorBoard: a scalar for each finite number, a histogram for each list with counts.
 
     Args:
         writer: A ``torch.utils.tensorboard.SummaryWriter``.
