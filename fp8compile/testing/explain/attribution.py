@@ -57,7 +57,7 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Return the index of the input whose value or gradient an AOTAutograd descriptor is about; None without one."""
+    """Return the index of the input whose value or gradient an AOTAutograd descriptor is about; else None."""
     while hasattr(described, "base"):
         described = described.base
     return getattr(getattr(described, "grad_of", described), "idx", None)

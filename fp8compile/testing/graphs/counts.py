@@ -36,7 +36,7 @@ PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass
 
 
 def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
-    """Count by the compiler's log of a test, and by the reports that the fixture ``graph_report`` made in it."""
+    """Return the counts of a test, by the compiler's log and by the reports of the fixture ``graph_report``."""
     by_report = {bypass for report in reports for bypass in report.bypasses}
     return Counts(
         graphs=log.graphs,
