@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and check the options for baselines."""
+    """Register the markers, and check the options for baselines."""
     config.addinivalue_line(
         "markers",
         f"{MARKER}: fail on graph breaks and recompiles in the test; with `own`, of the breaks only on those in that "
@@ -62,7 +62,7 @@ def _is_guarded(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Count and compare what a test compiles, if it has the marker or uses the fixture."""
+    """Count and compare what a test compiles, if it has the marker ``fullgraph`` or uses ``graph_report``."""
     if not _is_guarded(item):
         return (yield)
     from fp8compile.testing.graphs.plugin import guarded
@@ -75,7 +75,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that fails by a limit or by its baseline says so once: PyTorch logs the same twice more."""
+    """Remove PyTorch's log lines from the report of a test that a limit or its baseline fails: they repeat it."""
     report = yield
     if report.failed and _is_guarded(item):
         from fp8compile.testing.graphs.plugin import without_compilers_log
@@ -109,7 +109,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail a test that has the marker and does not take the fixture: nothing would be run."""
+    """Fail a test that has the marker ``gpu_program`` but not the fixture of this name: nothing would be run."""
     if item.get_closest_marker("gpu_program") is not None and "gpu_program" not in getattr(item, "fixturenames", ()):
         text = "@pytest.mark.gpu_program: take the fixture gpu_program, and call it: gpu_program(fn, *args)"
         pytest.fail(text, pytrace=False)
@@ -117,7 +117,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def gpu_program(request: pytest.FixtureRequest) -> Callable:
-    """A ``fp8compile.testing.run_gpu_program`` for the GPU of the marker, which fails the test on a difference."""
+    """A ``fp8compile.testing.run_gpu_program`` for the marker's GPU; a difference fails the test."""
     from fp8compile.testing.gpu.plugin import program_runner
 
     marker = request.node.get_closest_marker("gpu_program")
@@ -166,7 +166,7 @@ def _numbered(number: int, name: str) -> str:
 
 
 def _count_faulty_baselines(terminalreporter: pytest.TerminalReporter) -> None:
-    """In pytest's last line, beside what passed: baselines that were made with breaks, which nobody may have seen."""
+    """Add to pytest's last line the number of baselines made with breaks, which nobody may have seen."""
     called = (report for _, report in _reports(terminalreporter) if report.when == "call")
     found = [dict(report.user_properties) | {"report": report} for report in called]
     made = [each for each in found if str(each.get(BASELINE, "")).startswith("made with ")]
@@ -177,7 +177,7 @@ def _count_faulty_baselines(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _stale_lines(terminalreporter: pytest.TerminalReporter) -> Iterator[str]:
-    """Files of the baseline whose test is gone, renamed, or no longer guarded."""
+    """Yield a line for each baseline file whose test is gone, renamed, or no longer guarded."""
     config = terminalreporter.config
     folder = config.getoption("--graph-baseline")
     if folder is None:

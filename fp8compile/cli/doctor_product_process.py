@@ -43,7 +43,7 @@ def _difference(result: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def answer(case: ProductCase, device: torch.device) -> tuple[str, str]:
-    """Run a test GEMM once and compare it with its emulation; return a verdict and a detail.
+    """Run a test GEMM once and compare it with the exact result; return a verdict and a detail.
 
     The verdict is ``"ok"``, ``"differs"`` or ``"raised"``; the detail is the difference or the error, or empty.
     """

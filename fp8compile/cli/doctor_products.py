@@ -1,7 +1,7 @@
 """Runs every kind of GEMM ("product") on a GPU, and checks our tables of supported GEMMs.
 
-    ok             bitwise equal to the emulation
-    differs        not bitwise equal
+    ok             equal to the exact result in each element, where 0 equals -0
+    differs        not equal to it
     gpu says no    the table allows the GEMM on the GPU, but the GEMM raises, traps, or does not end
     refused        not run, because the table does not allow the GEMM on the GPU
     not asked      not run, because two other cases of the product crashed their process

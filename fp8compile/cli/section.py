@@ -1,4 +1,4 @@
-"""Section: a titled table, for the terminal and the HTML page."""
+"""Section: a titled table, for the terminal and for HTML pages."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _give_addresses(model: nn.Module) -> None:
 
 
 def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState, *, checkpointed: bool) -> nn.Module:
-    """Convert a model in place, prepare its parameters for accelerate's FSDP2, and return the model.
+    """Convert a model in place and return it; if the run uses FSDP2, prepare the parameters for accelerate.
 
     ``checkpointed`` tells whether the model's own code repeats forwards in the backward (activation checkpointing).
     Checkpointing by accelerate's FSDP2 plugin is detected.
@@ -111,7 +111,7 @@ def convert(
     """Convert a model in place; if this accelerator uses FSDP2, let FSDP2 gather FP8 weights as codes.
 
     Call this before ``accelerator.prepare`` and before the optimizer is made. With FSDP2 and mixed precision,
-    parameters become float32, as ``accelerator.prepare`` would make them.
+    trainable parameters become float32, as ``accelerator.prepare`` would make them.
 
     Args:
         accelerator: The accelerator of the run.
@@ -127,7 +127,8 @@ def convert(
 
     Raises:
         ValueError: The accelerator has prepared an optimizer or a model already; ``fsdp_float8_all_gather`` is True
-            although the accelerator uses FSDP1; or `fp8compile.convert` or
+            although the accelerator uses FSDP1; parameters are to be quantized and the plugin loads with
+            ``cpu_ram_efficient_loading``; or `fp8compile.convert` or
             ``fp8compile.parallel.fsdp_float8_all_gather`` refuses the model.
     """
     if accelerator._models or accelerator._optimizers:

@@ -69,7 +69,7 @@ class _Converts(Precision):
             module: A module that is neither compiled nor sharded yet; in a Trainer, the LightningModule.
 
         Raises:
-            ValueError: FSDP2 has sharded a part of the module, or weights are to be gathered as codes although the
+            ValueError: FSDP2 has sharded a part of the module, or FSDP2 would gather weights as codes although the
                 plugin uses autocast.
         """
         if module in self._done:
@@ -94,7 +94,7 @@ def _strategy_shards(module: nn.Module) -> bool:
 
 
 class F8Precision(_Converts, Precision):
-    """Lightning's ``Precision`` plugin that also converts the model to FP8. Parameters stay in float32.
+    """Lightning's ``Precision`` plugin that also converts the model to FP8. Parameters keep their dtype.
 
     With `fully_shard`, its ``mp_policy`` sets the dtype in which layers compute.
 
@@ -118,7 +118,7 @@ class F8HalfPrecision(_Converts, HalfPrecision):
 
 
 class F8MixedPrecision(_Converts, MixedPrecision):
-    """Lightning's ``MixedPrecision`` plugin that also converts the model to FP8; parameters are float32.
+    """Lightning's ``MixedPrecision`` plugin that also converts the model to FP8. Parameters keep their dtype.
 
     Args:
         recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are allowed too.
@@ -132,7 +132,7 @@ class F8MixedPrecision(_Converts, MixedPrecision):
 class F8FSDPPrecision(_Converts, FSDPPrecision):
     """Lightning's ``FSDPPrecision`` plugin that also converts the model to FP8, for ``FSDPStrategy``.
 
-    ``FSDPStrategy`` uses FSDP1, which gathers weights in the weights' dtype and not as codes.
+    ``FSDPStrategy`` uses FSDP1, which gathers weights in high precision and not as codes.
 
     Args:
         recipe: The recipe, as `F8Precision` takes it; ``convert_options`` is allowed too.
@@ -170,6 +170,6 @@ class F8Monitor(pl.Callback):
         monitor.step()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remove the monitor; the module is then as it was before training."""
+        """Remove the monitor; the module is then as it was without one."""
         if self.monitor is not None:
             self.monitor.remove()

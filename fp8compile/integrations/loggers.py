@@ -28,7 +28,7 @@ def finite(reading: Reading) -> dict[str, float]:
 
 
 def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
-    """Write a reading to TensorBoard: a scalar for each number, a histogram for each list of exponents.
+    """Write a reading to TensorBoard: finite numbers as scalars, and lists of exponent counts as histograms.
 
     Args:
         writer: A ``torch.utils.tensorboard.SummaryWriter``.

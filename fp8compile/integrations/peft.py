@@ -94,7 +94,7 @@ def _codes_like(layer: Any, name: str, weight: Any, values: Tensor) -> None:
 
 
 class _OverCodes:
-    """Mixin of both LoRA layers, listed before PEFT's class: replaces codes by their values while PEFT computes.
+    """Mixin of `LoraLinear` and `ParamWrapper`, before PEFT's class; replaces codes by values while PEFT computes.
 
     ``_base_of`` returns the FP8 layer and the name of its weight.
     """
@@ -275,7 +275,8 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
     def _added(self, x: Tensor, offsets: Tensor) -> Tensor | None:
         """Return the sum of the active adapters' outputs, (R, out_features), for R rows ``x`` (R, in_features).
 
-        The rows are sorted by expert; ``offsets`` has the end of each expert's rows. None if no adapter is active.
+        The rows are sorted by expert; ``offsets`` has the end of each expert's rows. None if no adapter is active, or
+        if adapters are merged.
         """
         if self.disable_adapters or self.merged:
             return None

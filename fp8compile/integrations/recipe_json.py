@@ -51,7 +51,7 @@ def recipe_to_json(recipe: Any) -> Any:
     """Convert a recipe, or a mapping from name patterns to recipes, to JSON-serializable values.
 
     Raises:
-        TypeError: A quantizer's class is defined outside this package.
+        TypeError: A quantizer is of another class than ``CurrentScaling``, ``DelayedScaling``, ``TwoLevelScaling``.
     """
     if isinstance(recipe, Mapping):  # a list, because the first pattern that matches decides, and files sort keys
         return [[name, recipe_to_json(each)] for name, each in recipe.items()]

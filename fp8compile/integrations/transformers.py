@@ -72,7 +72,7 @@ def _names_in(folder: Path) -> Iterator[str]:
 
 
 def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> str | None:
-    """Return the first parameter of converted experts that a checkpoint lacks; None if all are there.
+    """Return the name of the first parameter of converted experts that a checkpoint lacks; None if all are there.
 
     A folder without safetensors files counts as complete.
     """
@@ -97,7 +97,8 @@ class F8Callback(TrainerCallback):
 
     Raises:
         ValueError: The Trainer has an optimizer already and its parameters would be replaced; the run uses FSDP1 and
-            weights are to be gathered as codes; training begins with a model that has nothing in FP8; or
+            weights are to be gathered as codes; parameters are to be quantized and FSDP2 loads with
+            ``cpu_ram_efficient_loading``; training begins with a model that has nothing in FP8; or
             `fp8compile.convert` refuses the model.
     """
 
@@ -127,7 +128,7 @@ class F8Callback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check that the model is converted, warn if the checkpoint lacks experts, and print the report."""
+        """Check that the model is converted, warn if the resumed checkpoint lacks experts, and print the report."""
         model: nn.Module = kwargs["model"]
         report = conversion_report(model)
         if not any(row.converted for row in report.rows):
@@ -224,6 +225,6 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove the monitor; the model is then as it was before training."""
+        """Remove the monitor; the model is then as it was without one."""
         if self.monitor is not None:
             self.monitor.remove()

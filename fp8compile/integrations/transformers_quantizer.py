@@ -44,9 +44,9 @@ class F8Config(QuantizationConfigMixin):
         others: Entries that transformers adds.
 
     Raises:
-        ValueError: No recipe has this name, a recipe has delayed scaling, or quantized parameters are to share an
-            outer scale.
-        TypeError: ``recipe`` is not a recipe, or has a quantizer of another package, which JSON can't hold.
+        ValueError: No recipe has this name, a recipe read from JSON has an unknown class or field, a recipe has
+            delayed scaling, or quantized parameters are to share an outer scale.
+        TypeError: ``recipe`` is not a recipe, or has a quantizer of a class that JSON can't hold.
     """
 
     def __init__(

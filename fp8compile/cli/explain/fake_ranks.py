@@ -1,6 +1,6 @@
-"""`fp8compile explain --tp N`: explains rank 0 of N tensor-parallel ranks; no other rank exists.
+"""Fake process group for `fp8compile explain --tp N`: this process is rank 0 of N, and no other rank exists.
 
-A fake process group accepts every message and sends none, so a model is parallelized, traced and run as on N ranks.
+The group accepts every message and sends none, so a model is parallelized, traced and run as on N ranks.
 The computed values are meaningless; the messages and the formats of GEMMs are right.
 """
 
@@ -45,7 +45,7 @@ def pretended_ranks(size: int | None) -> Iterator[None]:
 
 
 def check_spread(target: Target, size: int) -> None:
-    """Raise a `UserError` if the model has no DTensor parameter, so that nothing is tensor-parallel."""
+    """Raise a `UserError` if no parameter of the model is a DTensor: nothing is tensor-parallel then."""
     if not any(map(_compat.is_dtensor, target.model.parameters())):
         raise UserError(
             f"--tp {size}: no parameter of {target.name} is a DTensor; apply the plan there, as for {size} ranks: "

@@ -42,7 +42,7 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def _builder(text: str) -> tuple[Callable[..., Any], int]:
-    """Import the function that TARGET ``text`` names; return the function and its number of arguments.
+    """Import the function that TARGET ``text`` names; return the function and its number of required arguments.
 
     The function takes the mesh, or the mesh and a recipe.
     """
@@ -79,7 +79,7 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
         text: TARGET, the name of a function that builds the model.
         mesh: Sizes of the mesh, as `sizes_of` takes them.
         recipe: Name of a recipe, for a TARGET that takes one; else None.
-        gpu: The GPU, a key of ``PEAKS``.
+        gpu: The GPU, a key of `fp8compile.testing.explain.PEAKS`.
 
     Returns:
         The explanations, by the name of their column in the printed table.

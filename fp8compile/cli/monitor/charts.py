@@ -242,7 +242,7 @@ def _exponents(readings: Readings) -> Any:
 
 
 def charts(readings: Readings) -> Iterator[Chart]:
-    """Yield a chart of the curves and a chart for each statistic, if the readings contain them."""
+    """Yield charts of curves, underflow, saturation, sqnr, range and exponents: those that the readings contain."""
     if readings.curves:
         marked = " Dashed lines: steps with NaN or infinite elements." if _bad_steps(readings) else ""
         yield Chart("curves", "Curves", f"The other numbers of the readings.{marked}", _losses(readings))

@@ -121,7 +121,8 @@ def load_readings(run: Path, *, layers: Iterable[str] = ("*",)) -> Readings:
         layers: fnmatch patterns; only layers whose names match one are loaded.
 
     Raises:
-        UserError: There is no such file, a line is no JSON or has no step, or no layer has statistics.
+        UserError: There is no such file, a line before the last is no JSON, a line with statistics has no step, or no
+            layer has statistics.
     """
     file, patterns = _file(run), tuple(layers)
     lines, notes = _lines(file)

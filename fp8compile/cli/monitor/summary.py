@@ -42,7 +42,7 @@ def _extremes(readings: Readings, statistic: str, *, least: bool) -> Iterator[tu
 def summary(readings: Readings) -> Section:
     """Return the table of notable readings; rows about NaN are highlighted.
 
-    Of steps with NaN or infinite elements only the first is listed, because it usually causes the later ones.
+    Of the steps with NaN or infinite elements, only the first is listed, because it usually causes the later ones.
     """
     rows: list[tuple[str, ...]] = [each[:3] for each in _nonfinite(readings)]
     loud = frozenset(range(len(rows)))

@@ -40,6 +40,6 @@ def _class(plain: type[Any]) -> type[Any]:
 
 
 def building(config: Any, change: Change) -> Any:
-    """Copy a config, so that its ``build`` also applies ``change``, which the copy stores in the field ``float8``."""
+    """Return a copy of a config. The copy's ``build`` also applies ``change``, which is its field ``float8``."""
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.init}
     return _class(type(config))(**given, float8=change)  # type: ignore[arg-type]  # classes are hashable

@@ -1,4 +1,4 @@
-"""Raises an ImportError on import unless torchtitan has a known version, because its configs change."""
+"""Raises an ImportError on import unless torchtitan has a known version; its configs differ between versions."""
 
 from __future__ import annotations
 

@@ -96,7 +96,8 @@ class Float8Parallelize:
         """Parallelize a model and return it; torchtitan calls this with its run's parallel dims and configs.
 
         Raises:
-            ValueError: Weights are to be gathered as codes, and torchtitan's ``spmd_backend`` is not partial_dtensor.
+            ValueError: Weights are to be gathered as codes, and torchtitan's ``spmd_backend`` is not partial_dtensor;
+                or `share_states` refuses delayed scaling with tensor and pipeline parallelism.
         """
         gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
         if gather and parallel_dims.spmd_backend != "partial_dtensor":

@@ -56,7 +56,8 @@ def share_states(model: nn.Module, parallel_dims: ParallelDims) -> None:
     Call this on a built model, before the model is parallelized.
 
     Raises:
-        ValueError: ``spmd_backend`` is spmd_types, and tensor and pipeline parallelism are both enabled.
+        ValueError: A layer has delayed scaling, ``spmd_backend`` is spmd_types, and tensor and pipeline parallelism
+            are both enabled.
     """
     layers = list(_with_state(model))
     group = _group(parallel_dims) if layers else None

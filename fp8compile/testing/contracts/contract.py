@@ -121,7 +121,7 @@ def check_contracts(
     foundation: str = "",
     state: Callable[[], Any] = _nothing,
 ) -> dict[str, str]:
-    """Run each contract, print its outcome, and raise one error for all broken contracts.
+    """Run each contract, print those that hold or were not checked, and raise one error for all broken contracts.
 
     Args:
         subject: Name of the object that is checked, for printed lines and errors.

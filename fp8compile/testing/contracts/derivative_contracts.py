@@ -142,7 +142,7 @@ def _by_autograd(
 def _slopes(op: Op, args: tuple[Any, ...], direction: list[Tensor]) -> list[float]:
     """Differentiate a weighted sum of ``op.impl``'s results by central differences, once for each step in ``STEPS``.
 
-    ``direction`` has, for each argument that requires grad, the tensor that, times the step, is added to it.
+    ``direction`` has a tensor for each floating-point argument; the step times this tensor is added to the argument.
     """
 
     def value(step: float) -> float:

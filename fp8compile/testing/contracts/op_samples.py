@@ -109,5 +109,5 @@ def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def without_nan(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace each NaN in the arguments by 1."""
+    """Replace each NaN in the arguments by 1, and each infinity by the largest finite number of its sign."""
     return tuple(a.nan_to_num(1.0) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)

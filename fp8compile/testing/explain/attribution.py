@@ -57,7 +57,7 @@ class Unknown:
 
 
 def _input_index(described: Any) -> int | None:
-    """Return which forward input, by index, an AOTAutograd descriptor is about, itself or its gradient; or None."""
+    """Return the index of the input whose value or gradient an AOTAutograd descriptor is about; else None."""
     while hasattr(described, "base"):
         described = described.base
     return getattr(getattr(described, "grad_of", described), "idx", None)
@@ -138,7 +138,7 @@ class Owners:
         return index is not None and index < len(inputs) and getattr(inputs[index], "requires_grad", False)
 
     def operands(self, value: Value) -> list[Value]:
-        """Operands of a GEMM that may be a weight: at most one for an FP8 layer's op, both for another GEMM."""
+        """Return the operands of a GEMM that may be weights: at most one for an FP8 layer's op, both for others."""
         if LAYER_OPS.get(value.op) in (OUTPUT, GRAD_INPUT):
             return [value.operand(1)]
         return [value.operand(index) for index in PRODUCTS.get(value.op, ())]

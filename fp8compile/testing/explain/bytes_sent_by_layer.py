@@ -133,7 +133,7 @@ def _cells(row: Send) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a layer's call code runs: in its op, or where a tensor parallel plan redistributes a tensor.
+    """A part of a layer's call: its op, or a redistribution of a tensor by the tensor parallel plan.
 
     ``tensor`` is the redistributed tensor: "input", "output", "grad_input", "grad_output"; None for the op.
     """
@@ -211,7 +211,7 @@ class _Places:
 
 
 def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
-    """Return, by process group, which operand ("input" or "weight") a GEMM of two DTensors gathers."""
+    """Return, by process group, which operand a GEMM of two DTensors gathers: a layer's tensor, such as "input"."""
     from fp8compile.parallel.dtensor_placements import cuts_of
 
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors

@@ -59,7 +59,8 @@ class Explanation:
         graphs: Report on the graphs of two equal calls.
         layers: An explanation of each linear.
         gpu: What a GPU would launch; None if no GPU was asked for.
-        roofline: Least times by that GPU's peaks; None if no GPU was asked for, or if layers are sharded.
+        roofline: Least times by that GPU's peaks; None if no GPU was asked for, layers are sharded, or the GPU has no
+            GEMM for a layer.
         sends: Messages of each layer; None if no layer is sharded.
     """
 

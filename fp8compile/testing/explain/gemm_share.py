@@ -43,11 +43,11 @@ class GemmShare:
     Attributes:
         fp8: Number of products of codes, with eight bits or four.
         linear: Number of products of two matrices: those of linear layers, converted or not, and of similar layers
-            that are no ``nn.Linear`` (``Conv1D``, routers).
+            that are no ``nn.Linear`` (``Conv1D``, routers). The grouped products of converted experts count too.
         total: Number of all products, including attention, stacked weights of experts, and convolutions.
         fp8_flops: Floating-point operations of products of codes.
-        fp8_linear_flops: Floating-point operations of products of two matrices of codes.
-        linear_flops: Floating-point operations of products of two matrices.
+        fp8_linear_flops: Floating-point operations of the products of codes among ``linear``.
+        linear_flops: Floating-point operations of the products in ``linear``.
         flops: Floating-point operations of all products.
     """
 

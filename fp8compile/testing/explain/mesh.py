@@ -47,7 +47,7 @@ class Product:
         op: Name of the operator.
         fp8: Whether the GEMM multiplies codes.
         code_bits: Bits of each code.
-        by_mx: Whether a GEMM for MX codes (a power-of-two scale per 32) multiplies them.
+        by_mx: Whether a GEMM for MX codes (a power-of-two scale per 32) multiplies the codes.
         flops: Number of floating-point operations.
         bytes: Bytes of the operands and the result.
         backward: Whether the GEMM is in the backward.
@@ -193,7 +193,7 @@ def _expected(model: nn.Module) -> int:
 
 
 def _check_has_no_hooks(model: nn.Module) -> None:
-    """Raise a ValueError if FSDP2 shards the model, because its hooks communicate outside of the graphs."""
+    """Raise a ValueError if FSDP2 shards the model, because FSDP2's hooks communicate outside of the graphs."""
     sharded = next((name or "the model" for name, module in model.named_modules() if is_fsdp(module)), None)
     if sharded is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Collectives in a graph: number of ranks, bytes that each rank sends, and least time on their links."""
+"""Collectives in a graph: number of ranks, bytes that each rank sends, and least time on the ranks' links."""
 
 from __future__ import annotations
 

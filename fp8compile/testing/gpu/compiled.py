@@ -60,7 +60,7 @@ def _loaded(name: str, source: str, folder: str) -> ModuleType:
 
 
 def _worker() -> AbstractContextManager[Any]:
-    """Context in which queries of Triton's driver for the GPU raise, as in Inductor's compile processes.
+    """Context in which Triton's driver raises if it is asked for the GPU, as in Inductor's compile processes.
 
     Such a process is forked, and CUDA can't be initialized in a forked process.
     """
@@ -179,7 +179,7 @@ def compiled_kernels(
         gpu: The GPU.
         most: How many configurations of each kernel to compile, starting with the first; None for all.
         change: Called with Inductor's tuner and each configuration before it is compiled, such as `unpipelined`. It
-            changes the configuration, or returns False to skip it.
+            changes the configuration and returns True, or returns False to skip it.
 
     Raises:
         ModuleNotFoundError: Triton is not installed.

@@ -82,6 +82,7 @@ def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:
         The resources of each kernel in each configuration that Inductor would time on the GPU.
 
     Raises:
+        ValueError: The GPU is AMD's.
         ModuleNotFoundError: Triton is not installed.
     """
     return [assembled(kernel, gpu) for kernel in compiled_kernels(source, gpu)]

@@ -1,4 +1,4 @@
-"""Traces FlexAttention on the CPU as on a GPU: forward, saved log-sums of exponentials, backward."""
+"""Makes FlexAttention traceable on the CPU as on a GPU: with gradients and log-sums of exponentials."""
 
 from __future__ import annotations
 

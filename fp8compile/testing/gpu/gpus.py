@@ -218,7 +218,7 @@ def _forget_devices() -> None:
 
 
 class _Pretended:
-    """Replacement of a PyTorch function: returns a fixed answer; calls the function once ``is_over``.
+    """Replacement of a PyTorch function: returns a fixed answer until ``is_over``, then calls the function.
 
     A module that PyTorch imports while the function is replaced may keep the replacement forever.
     """

@@ -125,6 +125,7 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> 
         The graphs of the forward and, if an output requires grad, of the backward.
 
     Raises:
+        ValueError: A size in a graph depends on data.
         NotImplementedError: A block of the model is compiled as a region (`torch.compiler.nested_compile_region`).
     """
     from functorch.compile import make_boxed_func

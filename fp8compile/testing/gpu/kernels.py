@@ -119,13 +119,14 @@ def gpu_kernels(fn: Callable[..., Any], *args: Any, arch: str = "h200") -> list[
     Args:
         fn: A module or function.
         args: The arguments of ``fn``, on the CPU.
-        arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``.
+        arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``, or an architecture such as "sm_120".
 
     Returns:
         The code of the forward and, if an output requires grad, of the backward.
 
     Raises:
-        ValueError: There is no such GPU.
+        ValueError: There is no such GPU, or a size in a graph depends on data.
+        NotImplementedError: A block of the model is compiled as a region.
         ModuleNotFoundError: Triton is not installed.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """

@@ -78,8 +78,8 @@ class Ptx:
         labels: The line of each label.
 
     Raises:
-        NotImplementedError: An instruction is not supported: a call, a bulk copy, a matrix product of warps, or an
-            access to a thread's local memory.
+        NotImplementedError: An instruction is not supported, such as a call, a bulk copy, a matrix product of warps,
+            or an access to a thread's local memory.
     """
 
     def __init__(self, text: str) -> None:

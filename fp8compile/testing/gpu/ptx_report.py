@@ -144,7 +144,7 @@ def ptx_of(fn: Callable[..., Any], *args: Any, arch: str = "h200", most: int | N
     Raises:
         ValueError: There is no such GPU, or the GPU is AMD's.
         ModuleNotFoundError: Triton is not installed.
-        NotImplementedError: A kernel has an unsupported instruction.
+        NotImplementedError: A kernel has an unsupported instruction, or a block is compiled as a region.
         RuntimeError: This version of PyTorch prints code in a form that isn't known here.
     """
     gpu = gpu_called(arch)

@@ -150,6 +150,7 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
 
     Raises:
         AssertionError: A required operator is missing, or a forbidden operator is in a graph.
+        TypeError: ``report`` is not a `GraphReport`.
     """
     __tracebackhide__ = True
     check_report(report, "assert_ops")

@@ -119,6 +119,8 @@ def _made_with(counts: Counts) -> str:
 def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
     """Fail a test if its counts are worse than its baseline; store a baseline if there is none.
 
+    With ``--graph-frozen``, a test without a baseline fails. With ``--graph-update``, changes are stored instead.
+
     Args:
         item: The test; a note is added to its properties.
         counts: The numbers of graphs, breaks and so on that the test compiled.

@@ -135,10 +135,10 @@ class CompilerLog:
     """Findings from the compiler's log, in order.
 
     Attributes:
-        breaks: Graph breaks; each location once, even if its function was compiled several times.
+        breaks: Graph breaks; each file, line and reason once, even if the function was compiled several times.
         bypasses: Graphs that a cache can't store; the log has no locations for them.
         functions: Name, file and first line of each compiled function, by compilation id.
-        recompiles: Functions that were compiled again.
+        recompiles: Recompilations; a function that was compiled three times has two.
         graphs: Number of compiled graphs.
         call: Index of the current call, which the caller sets; None if calls are not counted.
     """

@@ -17,7 +17,7 @@ class Counts:
     Attributes:
         graphs: Number of compiled graphs; a forward and its backward count as one. 0 is not better than 1.
         breaks: Number of locations where a graph ended early.
-        recompiles: Number of functions that were compiled again.
+        recompiles: Number of recompilations.
         bypasses: Number of graphs that caches can't store.
         saved_bytes: Bytes saved for backward passes, in the reports that the test's fixture made; None without a
             report.
@@ -36,7 +36,7 @@ PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass
 
 
 def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
-    """Counts of a test, from the compiler's log and from the reports that the test made by its fixture."""
+    """Return the counts of a test, by the compiler's log and by the reports of the fixture ``graph_report``."""
     by_report = {bypass for report in reports for bypass in report.bypasses}
     return Counts(
         graphs=log.graphs,

@@ -53,7 +53,7 @@ def _gradients_kept(tensors: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def kept_state(fn: Any, arguments: Any = ()) -> Iterator[None]:
-    """Context that restores a module's modes, buffers, gradients; arguments' gradients; random states.
+    """Context that restores a module's modes, buffers and gradients, gradients of arguments, and random states.
 
     Arguments that the block changes in place stay changed.
 

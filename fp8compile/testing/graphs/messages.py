@@ -47,7 +47,7 @@ def sent_bytes(node: fx.Node) -> Sent:
 
 
 def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
-    """Bytes by dtype of the inputs ``given`` of a node or of the node's results, whichever are larger."""
+    """Return, by dtype, the bytes of a node's inputs ``given`` or of its results, whichever are more."""
     made = tensors_in(node.meta.get("val"))
     return {
         dtype: max(_bytes([t for t in tensors if t.dtype == dtype]) for tensors in (given, made))

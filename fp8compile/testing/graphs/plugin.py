@@ -184,7 +184,7 @@ def without_compilers_log(item: pytest.Item, call: pytest.CallInfo[None], report
 
 
 def recorded_graph_report(item: pytest.Item) -> Callable[..., GraphReport]:
-    """Make a `graph_report` function for a test that also stores each report for the test's counts."""
+    """Make a `graph_report` for a test; each report that it makes is also stored for the test's counts."""
     reports = item.stash[REPORTS] = []
 
     def run(*args: Any, **options: Any) -> GraphReport:

@@ -22,7 +22,8 @@ class KeptGraph:
     """One compiled graph as Dynamo traced it and as AOTAutograd split it.
 
     Attributes:
-        compile_id: PyTorch's id of the compilation, ``function/attempt``; numbers restart at 0 after a reset.
+        compile_id: PyTorch's id of the compilation: the function's number and, after a slash, the number of its
+            compilation; both restart at 0 after a reset.
         dynamo: The graph that Dynamo traced.
         forward: The forward graph after AOTAutograd; decomposed if Inductor is the backend.
         backward: The backward graph after AOTAutograd; None if no gradient is needed.

@@ -149,7 +149,7 @@ class GraphReport:
         calls: For each call, the number of graphs that it compiled.
         graphs: The compiled graphs.
         breaks: Locations where a graph ended early.
-        recompiles: Functions that were compiled again, with the guards that failed.
+        recompiles: Recompilations of functions, with the guards that failed.
         bypasses: Graphs that an on-disk cache can't store.
     """
 
@@ -474,7 +474,8 @@ def graph_report(
         The report. Print it, or pass it to the assertions of this package.
 
     Raises:
-        TypeError: ``fn`` can't be called, or is compiled already.
+        TypeError: ``fn`` can't be called, or is compiled already; ``calls`` is not a list of calls; or a call sets
+            ``train`` and ``fn`` is no module.
         ValueError: There is no such backend.
     """
     if not callable(fn):

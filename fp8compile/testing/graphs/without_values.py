@@ -62,7 +62,7 @@ def _is_fake(value: Any) -> bool:
 def _exchanged(module: nn.Module, exchange: _Exchange) -> Iterator[None]:
     """Context in which fake tensors replace a module's parameters and buffers.
 
-    At exit parameters, buffers, and attributes that the forward set to fake tensors are what they were before.
+    At exit, parameters and buffers are those of before, and so are attributes that the forward set to fake tensors.
     """
     modules = list(module.modules())
     before = [(dict(each._parameters), dict(each._buffers), dict(each.__dict__)) for each in modules]

@@ -286,7 +286,8 @@ def memory_report(
     Raises:
         ValueError: There is no such GPU, or the call has no backward.
         TypeError: ``model`` can't be called, or is compiled; or ``saved`` is no `fp8compile.SavedAsCodes`.
-        NotImplementedError: Blocks of the model are compiled as regions (`fp8compile.compile`).
+        NotImplementedError: Blocks of the model are compiled as regions (`fp8compile.compile`), or the call has more
+            than one backward.
         ModuleNotFoundError: Triton is not installed, and ``arch`` is a GPU.
     """
     return memory_of_call(model, args, {}, arch=arch, optimizer=optimizer, saved=saved)

@@ -158,7 +158,7 @@ class Advice:
         return lines
 
     def table(self, *, products: bool = False) -> tuple[list[str], list[tuple[str, ...]]]:
-        """Headings and rows of the table; time and bytes are relative to the model without FP8.
+        """Headings and rows of the table; time and bytes are relative to the same layer without FP8.
 
         Args:
             products: Whether each of the three GEMMs has a row; if not, a layer has one row, with the smallest ratio.

@@ -147,7 +147,7 @@ def _measured(
 
 
 def _fastest(layer: LayerAdvice, least: float) -> LayerAdvice:
-    """Return a layer's advice with the fastest recipe whose GEMMs all have ``least`` dB; else unconverted."""
+    """Return a layer's advice: the fastest recipe whose GEMMs all have ``least`` dB, or "unconverted" if faster."""
     allowed = [name for name in layer.allowed() if name == HIGH_PRECISION or least_of(layer.errors[name]) >= least]
     return replace(layer, takes=min(allowed, key=lambda name: (layer.costs[name].seconds, _noise(layer, name))))
 
@@ -278,7 +278,8 @@ def advise(
         The advice, which `fp8compile.convert` takes as ``recipe`` and which prints as a table.
 
     Raises:
-        TypeError: The model is not a module, is compiled, or is sharded; there is no scalar loss.
+        TypeError: The model is not a module, is compiled, or is sharded; there is no scalar loss; ``recipes`` is a
+            single recipe or name.
         ValueError: The model is converted, or no layer can be measured. There is no such recipe or GPU. The budget is
             malformed, or less than the fastest recipes take.
     """

@@ -43,7 +43,7 @@ class ComparisonRow:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the module, run on the reference's inputs, gives the reference's result bit for bit."""
+        """Whether the module, run on the reference's inputs, gives equal numbers; True if nothing was measured."""
         return self.least_own == math.inf
 
 

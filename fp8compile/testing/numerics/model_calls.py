@@ -44,7 +44,7 @@ def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
         loss: A function of the output; None to take the output itself, its ``loss``, or its first entry.
 
     Raises:
-        TypeError: ``output`` has no loss, or ``loss`` returns no scalar.
+        TypeError: ``output`` has no loss, ``loss`` returns no scalar, or the loss does not require grad.
     """
     found: Any
     if loss is not None:

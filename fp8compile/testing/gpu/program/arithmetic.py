@@ -38,9 +38,9 @@ class Arithmetic:
 
     Attributes:
         contract: Whether a float32 multiplication followed by an addition is one fused multiply-add.
-        approximate: Whether float32 division is ``div.full``, and exponentials and roots are ``ex2.approx`` and
-            ``rsqrt.approx``. Results are off by up to 2 units in the last place. A GPU may give other
-            results within this bound.
+        approximate: Whether float32 division is ``div.full``, and exponentials and inverse roots are ``ex2.approx``
+            and ``rsqrt.approx``. Results are off by up to 2 units in the last place. A GPU may give other results
+            within this bound.
         float8_by_float16: Whether float32 is first truncated toward zero to float16 and then rounded to float8, as
             Triton casts for compute capability 8.9 (triton#11753). The truncation changes 0.4 % of e4m3 codes.
         capability: The GPU's compute capability, which decides how ``tl.dot_scaled`` multiplies; with None, it raises.
@@ -84,7 +84,7 @@ def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 def on_arrays(function: Function) -> Callable[..., np.ndarray]:
-    """Wrap a PyTorch function as a function of NumPy arrays; float16 is computed in float32 and rounded."""
+    """Wrap a PyTorch function as a function of NumPy arrays; PyTorch computes float16 in float32, and rounds."""
 
     def call(*arrays: np.ndarray) -> np.ndarray:
         return function(*(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)).numpy()

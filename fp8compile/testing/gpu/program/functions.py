@@ -1,4 +1,4 @@
-"""Functions of Triton's language with a GPU's results: CUDA's libdevice, reductions, and ``tl.dot``."""
+"""Functions of Triton's language for its interpreter: CUDA's libdevice, reductions, and ``tl.dot``."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def dot(_: Any, a: Any, b: Any, total: Any, input_precision: Any, imprecise: int
 
 
 def reductions() -> Iterator[tuple[Any, ...]]:
-    """Yield patches after which Triton's interpreter reduces in a GPU's order and rounding.
+    """Yield patches of reductions in Triton's interpreter, each as (object, attribute, replacement).
 
-    Each is (object, attribute, replacement).
+    Custom functions combine halves, as warps do. Sums are rounded once. Maxima and minima drop NaN.
     """
     yield interpreter.ReduceOps, "generic_reduce", _by_halves
     yield interpreter.ReduceOps, "sum", _sum

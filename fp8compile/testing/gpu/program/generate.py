@@ -188,7 +188,7 @@ class GpuBackend:
         return self._compiled(name, GpuGraph(graph, inputs, all_outputs(graph)))
 
     def _forward(self, graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a forward that saves tensors for a backward, and tell AOTAutograd its outputs' strides."""
+        """Compile a forward that saves tensors for a backward, and tell AOTAutograd the outputs' strides."""
         call = self._compiled("forward", GpuGraph(graph, inputs, returned_outputs()))
         strides: Any = torch._guards.TracingContext.get().output_strides  # a list while a graph is compiled
         strides.extend(self.graphs[-1].schedule.output_strides)

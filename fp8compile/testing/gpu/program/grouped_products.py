@@ -217,7 +217,7 @@ def grouped_nvfp4_mm(
 ) -> Tensor:  # fmt: skip
     """Compute `fp8compile::grouped_nvfp4_mm`, or raise a ValueError if a GPU would refuse the operands.
 
-    On a GPU the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. The result of a group without columns
+    On a GPU, the operator calls `torch._scaled_grouped_mm_v2` on four-bit codes. The result of a group without columns
     to sum over, which the GPU leaves unwritten, is NaN here.
     """
     name, groups, half = f"grouped_nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", offs.shape[0], a.shape[1]

@@ -123,7 +123,9 @@ class Interpreter:
 
         Raises:
             IndexError: A program accesses memory outside of the tensors.
-            RuntimeError: Two programs access one address, and at least one writes; two atomics are allowed.
+            RuntimeError: Two programs access one address, and at least one writes; two atomics are allowed. Or Triton
+                refuses an operation.
+            ValueError: A descriptor's block is not aligned.
             NotImplementedError: The kernel does something that isn't known here.
         """
         function = self._rewrite(fn)

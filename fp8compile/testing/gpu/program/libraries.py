@@ -1,6 +1,6 @@
 """Registers libraries, whose operators generated code may call, with the GEMMs that each GPU runs.
 
-The rest of ``testing/gpu`` depends on PyTorch and Triton alone. The package fp8compile registers its own operators
+The rest of ``testing/gpu`` imports no operators but PyTorch's. The package fp8compile registers its own operators
 here, in ``fp8compile/testing/own_library.py``.
 """
 

@@ -20,7 +20,7 @@ __all__ = ["Access", "poisoned"]
 def poisoned(size: Any, stride: Any, dtype: torch.dtype, byte: int) -> Tensor:
     """Allocate a tensor in memory filled with ``byte``, so that reads of unwritten memory are noticed.
 
-    The byte 255 gives NaN in every float format.
+    The byte 255 gives NaN in every float format that has NaN.
     """
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     if tensor.untyped_storage().nbytes():

@@ -115,7 +115,7 @@ class NanSearch:
 
     @contextmanager
     def watching(self, access: Access, frames: Callable[[], Iterator[tuple[str, int]]]) -> Iterator[None]:
-        """Context in which Triton programs run again, watched; at exit the origin that was found is stored.
+        """Context in which Triton programs run again, watched; at exit, the origin that was found is stored.
 
         Args:
             access: The record of the launch.

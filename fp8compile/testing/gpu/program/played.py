@@ -1,4 +1,4 @@
-"""Simulates a GPU's GEMMs on the CPU: checks operands as its library would, computes in float64."""
+"""Simulates a GPU's GEMMs on the CPU: checks operands as the GPU's library would, and multiplies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class _Played(TorchDispatchMode):
 def played_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
     """Context in which this package's GEMMs are chosen as on a GPU, and simulated on the CPU.
 
-    A GEMM with operands that the GPU's library would refuse raises a ValueError. Results are rounded once.
+    A GEMM with operands that the GPU's library would refuse raises a ValueError. Results are summed in float64 and
+    rounded once, except grouped products with block scales, which are summed in float32.
 
     Args:
         gpu: The GPU.

@@ -1,7 +1,7 @@
 """Computes matrix products of generated code, or raises if a GPU's library would refuse their operands.
 
-A result is summed in float64 and rounded to its dtype, so it depends only on the operands' values. cuBLASLt adds in
-its own order, and for float8 in its own precision.
+A result is summed in float64 and rounded to its dtype, so it depends only on the operands' values; `grouped_products`
+has one exception. cuBLASLt adds in its own order, and for float8 in its own precision.
 
 Sources of the requirements: PyTorch's checks in `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and in
 `_int_mm` (Blas.cpp beside it); cuBLAS documentation, "1D Block Scaling Factors Layout".
@@ -52,7 +52,7 @@ class Product:
 
     Attributes:
         name: Name of the operator, such as "_scaled_mm".
-        operands: Copies of the tensors among the arguments: first the matrices, then their scales.
+        operands: Copies of the tensors among the positional arguments, in the order of ``operand_names``.
         result: A copy of the result.
     """
 

@@ -2,8 +2,8 @@
 
 Inductor computes in float32 and rounds a value to bfloat16 or float16 when it is stored, so values that never leave a
 kernel are not rounded. The reference does the same: it keeps such results in float32 until something stores them or
-reads their bits, as the rounding barrier does. With Inductor's ``emulate_precision_casts`` every operator rounds, in
-generated code and in the reference.
+reads their bits, as `fp8compile.ops.rounding_barrier` does. With Inductor's ``emulate_precision_casts``, every
+operator rounds, in generated code and in the reference.
 """
 
 from __future__ import annotations

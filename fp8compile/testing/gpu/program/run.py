@@ -65,8 +65,8 @@ def run_gpu_program(
             each number. The results are compared within a bound, because a template adds in its own order.
         contract: Whether a float32 multiplication followed by an addition is one fused multiply-add, as ptxas may
             choose.
-        approximate: Whether float32 divisions, exponentials and roots have results that the approximate instructions
-            may give.
+        approximate: Whether float32 divisions, exponentials and inverse roots have results that the approximate
+            instructions may give.
         poison: The byte that fills memory before anything is written to it.
 
     Returns:
@@ -75,7 +75,7 @@ def run_gpu_program(
     Raises:
         ValueError: An argument isn't one of those above, or the GPU's GEMM would refuse its operands.
         IndexError: A kernel accesses memory outside of its tensors.
-        RuntimeError: A kernel's result depends on the order of its programs.
+        RuntimeError: A kernel's result depends on the order of its programs, or Triton refuses an operation.
         NotImplementedError: The generated code does something that isn't known here.
         ModuleNotFoundError: Triton is not installed.
     """

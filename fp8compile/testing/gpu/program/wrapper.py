@@ -130,7 +130,7 @@ def _as_kind(value: Any, kind: str) -> Any:
 
 
 class _Dispatch(TorchDispatchMode):
-    """Dispatch mode that replaces the operators called by generated code; results are a GPU's."""
+    """Dispatch mode that computes the operators called by generated code, by the table at the head of this file."""
 
     supports_higher_order_operators = True  # else PyTorch raises, in words of its own
 
