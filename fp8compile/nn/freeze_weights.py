@@ -42,6 +42,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
         dequantized_output=recipe.dequantized_output,
         dequantized_gradients=True,
         emulate=recipe.emulate,
+        by_mx=recipe.by_mx,
     )
 
 

@@ -109,4 +109,6 @@ def _rounded_to_bfloat16(x: Tensor, seed: int, rows: Tensor, columns: Tensor) ->
     """
     matrix = x.reshape(len(rows), len(columns)).contiguous()
     below = (noise(matrix, seed, rows, columns) * 65536.0).to(torch.int32)  # less than the 16 bits that are cut
-    return ((matrix.view(torch.int32) + below) & -65536).view(torch.float32).view(x.shape)
+    rounded = ((matrix.view(torch.int32) + below) & -65536).view(torch.float32)
+    # the NaN of CUDA, 0x7FFFFFFF, would overflow to -0.0
+    return torch.where(matrix.isnan(), matrix, rounded).view(x.shape)

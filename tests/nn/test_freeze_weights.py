@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -124,6 +125,14 @@ def test_what_can_not_be_frozen_is_said_and_nothing_changes():
     with pytest.raises(ValueError, match="freeze_weights, and the weight of head is also that of embedding"):
         f8.freeze_weights(tied)
     assert type(tied["head"].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("option", [{"by_mx": True}, {"emulate": True}, {"fast_accumulation_output": False}], ids=str)
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_options_of_the_output_stay(name, option):
+    recipe = dataclasses.replace(f8.recipes.by_name(name), **option)
+    frozen = f8.freeze_weights(model_of(recipe))[0].recipe
+    assert {each: getattr(frozen, each) for each in option} == option
 
 
 # ---------------------------------------------------------------------------------- ranks

@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
+from fp8compile.optim.compiled_step import _rounded_to_bfloat16
+from fp8compile.quantizers.stochastic_rounding import positions
 from fp8compile.testing.bits import difference
 
 CODES = ["exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes", "exp_avg_sq_scale"]
@@ -394,6 +396,14 @@ def test_bfloat16_specials_stay_when_rounded_stochastically():
     assert difference(p.detach(), values.bfloat16()) is None
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_every_nan_stays_one_when_rounded_stochastically(backend):
+    bits = torch.tensor([[0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001]], dtype=torch.int32)  # the first is what CUDA makes
+    place = positions(bits.shape, bits.device)
+    found = torch.compile(_rounded_to_bfloat16, backend=backend, fullgraph=True)(bits.view(torch.float32), 0, *place)
+    assert found.isnan().all()
+
+
 def test_masters_of_quantized_weights_have_moments_as_codes():
     def run(seed=0):
         torch.manual_seed(seed)
@@ -451,6 +461,11 @@ def test_masters_of_quantized_weights_have_moments_as_codes():
 def test_options_that_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
         adamw([parameter(4, 4)], **options)
+
+
+def test_a_group_is_refused_what_the_optimizer_is():
+    with pytest.raises(ValueError, match="amsgrad is True; a third moment"):
+        adamw([{"params": [parameter(4, 4)], "amsgrad": True}])
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": False}, {"foreach": None, "capturable": False}])
