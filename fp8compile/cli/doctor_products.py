@@ -209,7 +209,7 @@ def product_sections(found: Sequence[dict[str, Any]]) -> Iterator[Section]:
         bad = {each["product"] for each in wrong}
         yield Section(
             title=f"products on {entry['name']}, {entry['device']}",
-            lines=("Each once at a small size, compared bit for bit with the emulation.",),
+            lines=("Each once at a small size; the result has to equal the exact one.",),
             columns=("product", "run", "ok", "refused", "verdict"),
             rows=rows,
             loud=frozenset(at for at, row in enumerate(rows) if row[0] in bad),
