@@ -185,7 +185,7 @@ def multiply_tokens(
         b: Transposed codes (K, C), contiguous, float8.
         a_scale: (C / 128, N), or (E, N) with ``is_whole``; any strides, float32.
         b_scale: (C / 128, K), or (E, K) with ``is_whole``; any strides, float32.
-        offsets: Ends of the groups among the rows before transposing, (E,), contiguous, int32.
+        offsets: Ends of the groups among the tokens before padding, (E,), contiguous, int32.
         d: The result, (E, N, K), contiguous; N and K are not 0.
         align: Groups begin at multiples of this number of columns; 128 without ``is_whole``.
         is_whole: Whether a group has one scale for each row of codes.

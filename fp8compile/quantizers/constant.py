@@ -82,9 +82,9 @@ def salt_with(module_name: str, function: str = "") -> None:
     """Add a module's source to all compile cache keys from now on, because compiled code depends on it.
 
     Args:
-        module_name: The module. Ignored for PyTorch, and for fp8compile itself, whose sources all keys have.
-        function: Name of a function of the module, which is added to the keys too, because compiled code depends on
-            the function and no graph names it. Empty for none.
+        module_name: The module. PyTorch and fp8compile add nothing: each key has fp8compile's sources anyway.
+        function: Name of a function of the module on which compiled code depends although no graph has its name. The
+            name is added to the keys. Empty for none.
     """
     if function:
         SALTED_NAMES.add(f"{function} {uuid.uuid4()}" if "<locals>" in function else function)

@@ -1,7 +1,9 @@
 """Saved tensors as codes in a joint forward-backward graph whose nodes are tagged save or recompute.
 
-    node --pack--> codes (tagged: save)   codes --unpack--> values (tagged: recompute, also nodes computed from them)
+    node --pack--> codes (tagged: save)   codes --unpack--> values (tagged: recompute)
 
+The backward reads the values in place of the node. Forward nodes that are tagged recompute and computed from the node
+are copied; the copies are computed from the values, are tagged recompute too, and are what the backward reads.
 The tags are PyTorch's (`torch.utils.checkpoint.CheckpointPolicy`, in ``node.meta["recompute"]``). A later pass, such
 as that of torchtitan's GraphTrainer, moves nodes tagged to be recomputed into the backward.
 """

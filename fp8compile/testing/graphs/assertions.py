@@ -81,7 +81,7 @@ def assert_no_recompile(
     allowed: int = 0,
     **options: Any,
 ) -> GraphReport:
-    """Assert that calls after the first use the graphs that the first call compiled.
+    """Assert that every later call runs the graphs that the first call compiled.
 
     With ``dynamic=None``, PyTorch's default, a second size of a dim compiles a second graph, in which that dim is
     dynamic. Further sizes use that graph. So pass ``allowed=1`` if sizes differ.

@@ -1,9 +1,11 @@
 """Blackwell's grouped MX GEMM: `torch._scaled_grouped_mm` with E8M0 scales of 32 values along k.
 
-Scales are in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`), and each group begins a new tile:
+Scales are in tiles of 128 rows by 4 blocks (`fp8compile.scale_layouts`). Each group begins a new tile, so its scales
+are padded, along another dim in each of a `GroupedGemm`'s two products:
 
-    `rows`, left operand     each group's rows begin at a multiple of 128
-    `outer`, both operands   each group's blocks of 32 tokens begin at a multiple of 4 blocks; its tiles are contiguous
+    rows    each row times its group's matrix: the left operand's scales of a group begin at a multiple of 128 rows
+    outer   sums over each group's tokens: both operands' scales of a group begin at a multiple of 4 blocks of 32
+            tokens, and its tiles are contiguous
 
 Source: PyTorch's checks in `_scaled_grouped_mm` (aten/src/ATen/native/cuda/GroupedBlas.cpp).
 """

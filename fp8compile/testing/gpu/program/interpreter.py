@@ -11,9 +11,8 @@ tests/testing/gpu/test_gpu_interpreter.py compares each replacement with PyTorch
     reductions          a custom function is applied element by element, which takes seconds; here it combines
                         two halves repeatedly
     masks               a mask that involves a scalar holds integers, which numpy takes for indices; here it is bool
-    sums                the order of additions is not the GPU's; here sums are in float64 and rounded once, as in the
-                        reference
-    maximum, minimum    a NaN is kept; a GPU's max.f32 drops it
+    sums                the order of additions is not the GPU's; here sums are in float64 and rounded once
+    maximum, minimum    a NaN is kept; here it is dropped, as a GPU's max.f32 does
     fused multiply-add  is rounded twice; here once
     arithmetic shift    changes its operands; here it does not
     int(number)         raises in Triton 3.6 with numpy 2.4 or later; here it works
