@@ -1,7 +1,8 @@
-"""Inductor IR that stores a matrix and finds the largest sum over a group of its rows, in one kernel.
+"""Inductor IR that stores a matrix and finds the largest magnitude of weighted sums of its rows, reading a row once.
 
-A group is a fixed number of consecutive rows. As PyTorch operators, the sums would be several kernels, and each kernel
-would read the rows again.
+Groups of consecutive rows are summed column by column, with a factor for each row (a Hadamard transform). The
+magnitude is the largest of all sums. As PyTorch operators, the sums would be several kernels, and each would read the
+rows again.
 """
 
 from __future__ import annotations

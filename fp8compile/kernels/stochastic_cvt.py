@@ -33,7 +33,7 @@ def rounding_of(quantizer: TwoLevelScaling, target: Target) -> int:
 
 @triton.jit
 def _four_codes(a, b, c, d, word):
-    """Round four values by the noise ``word`` to codes in one int32, ``a`` lowest; NaN gets the largest code."""
+    """Round four values by the noise ``word`` to codes in one int32, ``a`` lowest; NaN becomes the largest number."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 codes; cvt.rs.satfinite.e2m1x4.f32 codes, {$4, $3, $2, $1}, $5; cvt.u32.u16 $0, codes; }",
         "=r,r,r,r,r,r",

@@ -84,14 +84,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     An in-place op dequantizes the parameter, computes in the parameter's dtype and quantizes the result, with the amax
     over all ranks that share the scale. For a list of parameters (``foreach``), a group of ranks exchanges all amaxes
     in one message. While an optimizer's step runs, ops compute on plain values, which are quantized once at its end
-    (`Pending`). Besides the ops of a QuantizedTensor, ``copy_``, ops such as ``zeros_like``, and ``UPDATES`` and
-    ``READS`` in write_ops.py work. Any other op raises.
+    (`Pending`). These ops work: those of a QuantizedTensor, ``copy_``, ops such as ``zeros_like``, and those in the
+    tables ``UPDATES`` and ``READS`` of write_ops.py. Any other op raises.
 
     Attributes:
         extent: The part of a weight that this tensor is. ``"whole"``: all of it. ``"slice"``: a view that shares a
             scale with elements outside of it, and can't be written alone. ``"blank"``: zeros that ``new_zeros`` made.
             ``"shard"``: a view of a blank tensor, which is how FSDP2 makes shards; the other elements are padding. If
-            ranks share a scale, a shard can be written only once it knows these ranks: from the first forward, or from
+            ranks share a scale, a shard can't be written before it knows these ranks, from the first forward or from
             ``fp8compile.parallel.share_scales``.
     """
 

@@ -206,12 +206,13 @@ class QuantizedTensor(Tensor):
     def sets(self) -> tuple[Quantized, ...]:
         """Return the codes with their scales: one entry, or two if grad_input reads separate codes.
 
-        The output's codes come first. Codes that are not in memory now are returned too.
+        The output's codes come first. If both share one memory, both are returned, although it holds one of them at a
+        time; `set_of` raises for the other.
         """
         return self._sets_named("")
 
     def stored(self) -> tuple[Quantized, ...]:
-        """Return the codes and scales in memory, as `sets` does.
+        """Return the same as `sets`.
 
         In an optimizer's step, a `QuantizedParameter` returns the codes from before the step.
         """

@@ -35,7 +35,7 @@ NO_GROUPS_OF_TWO_LEVELS = (
 
 
 def token_columns(columns: slice, quantizer: Quantizer) -> slice:
-    """Return a group's columns of transposed codes; with a transform, with padding to the end of the last block."""
+    """Return ``columns``, a group's columns of transposed codes, extended to whole blocks if there is a transform."""
     missing = (columns.start - columns.stop) % quantizer.block[0] if quantizer.transform() else 0
     return slice(columns.start, columns.stop + missing)
 

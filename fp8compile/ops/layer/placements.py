@@ -310,8 +310,8 @@ class KnownCodesOfGroups(KnownCodes):
 class _OverGroup(Placement):
     """Base of placements in which the ranks of a group shard the weight.
 
-    The op itself calls collectives, so a graph contains the group's name and serves this group only. A group of one
-    rank shards and sends nothing.
+    The op itself calls collectives, so a graph contains the group's name and serves this group only. If the group
+    has one rank, nothing is sharded or sent.
     """
 
     # ``self: Any``, because this class reads fields that subclasses define, in the order of the ops' arguments

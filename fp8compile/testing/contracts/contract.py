@@ -132,7 +132,7 @@ def check_contracts(
         state: Function that is called before and after each contract; both results have to be equal.
 
     Returns:
-        What was not checked, in words, by the name of the contract. Skipped contracts are included.
+        For each contract that was not checked, by name, the reason, such as that it was skipped.
 
     Raises:
         TypeError: ``skip`` is a single string, not a list of names.

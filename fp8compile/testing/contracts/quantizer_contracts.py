@@ -126,7 +126,7 @@ def _dequantize_arguments(q: Quantizer, steps: dict[str, Tensor], dtype: torch.d
 
 
 def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
-    """A quantizer and its hash equal those of a copy, a pickled copy and one with equal fields."""
+    """A copy, a pickled copy and a quantizer with equal fields equal the quantizer, and have its hash."""
     for how, make in {
         "copy.copy": copy.copy,
         "copy.deepcopy": copy.deepcopy,
@@ -292,7 +292,7 @@ def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None
 
 
 def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
-    """Dequantized values err by at most 0.3 times the largest magnitude; a scale is 1 / multiplier."""
+    """A scale, times any outer scale, is 1 / multiplier; dequantized values err by at most 0.3 times the amax."""
     for x in looked_at((_blocky(q, device), *_inputs(q, device))):
         steps = _steps(q, x)
         scale = q.scale_values(steps["scale"]).double()
@@ -551,7 +551,7 @@ def check_quantizer(
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        What was not checked, in words, by the name of the contract.
+        For each contract that was not checked, by name, the reason; empty if all were checked.
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``skip`` is a single string.
