@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.layout.cuts import Sharding
+from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.quantize_over_ranks import Scales, outer_amax_of, scales_of
@@ -122,6 +123,15 @@ def _made_by(scale: Tensor) -> tuple[Tensor, ...]:
     return near, *(torch.nextafter(near, torch.full_like(near, limit)) for limit in (0.0, torch.inf))
 
 
+def _are_neighbours(one: Quantized, other: Quantized) -> bool:
+    """Whether each two codes are equal, or neighbours of one sign, as stochastic roundings of one value are."""
+    fmt = one.quantizer.element_format()
+    a, b = (one_a_byte(each.codes, each.quantizer)[0] for each in (one, other))
+    numbers = a.int(), b.int()  # sign and magnitude; a step of the magnitude is the next number
+    is_near = ((numbers[0] - numbers[1]).abs() <= 1) & ((numbers[0] ^ numbers[1]) < 1 << (fmt.bits - 1))
+    return bool((is_near & (fmt.decode(a).isnan() == fmt.decode(b).isnan())).all())
+
+
 def stand_for(
     weights: Sequence[QuantizedParameter],
     values: Sequence[Tensor],
@@ -129,9 +139,10 @@ def stand_for(
     rounding: Callable[[Quantizer], Quantizer],
     cuts: Sequence[Sharding],
 ) -> list[bool]:
-    """Return, for each weight, whether quantizing its new values would give its present codes and scales.
+    """Return, for each weight, whether quantizing its new values could give its present codes and scales.
 
-    For the arguments see `assign`.
+    If ``rounding`` makes a quantizer stochastic, any noise counts: each code is one of the two around its value. For
+    the arguments see `assign`.
     """
     same = dict.fromkeys(map(id, weights), True)
     for each, value, new, _ in _quantized_anew(weights, values, dtypes, rounding, cuts):
@@ -139,7 +150,9 @@ def stand_for(
         if isinstance(quantizer, DelayedScaling):  # the layer's multiplier has changed since these codes were made
             is_same = any(torch.equal(ops.cast(value, m, quantizer), own.codes) for m in _made_by(own.scale))
         else:
-            is_same = all(torch.equal(*pair) for pair in zip(new.parts(), own.parts(), strict=True))
+            are_same = [torch.equal(*pair) for pair in zip(new.parts(), own.parts(), strict=True)]
+            is_stochastic = rounding(quantizer) != quantizer
+            is_same = all(are_same[1:]) and (are_same[0] or (is_stochastic and _are_neighbours(own, new)))
         same[id(each.weight)] &= is_same
     return list(same.values())
 

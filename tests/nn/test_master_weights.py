@@ -25,10 +25,10 @@ OPTIMIZERS = {
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
-def converted(*, quantized=True, seed=0, **options):
+def converted(*, recipe="tensorwise", quantized=True, seed=0, **options):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 144), nn.ReLU(), nn.Linear(144, 64)).bfloat16()
-    return f8.convert(model, f8.recipes.tensorwise(), quantized_parameters=quantized, **options)
+    return f8.convert(model, f8.recipes.by_name(recipe), quantized_parameters=quantized, **options)
 
 
 def masters_of(name, model, **options):
@@ -124,6 +124,53 @@ def test_run_that_is_resumed_has_the_same_losses_and_counts(name):
     for each, state in zip((model, optimizer), states, strict=True):
         each.load_state_dict(state)
     assert (train(model, optimizer, 3, 6), counted(optimizer)) == expected
+
+
+def step(model, optimizer, *, lr=0.01, without=False):
+    """A step of AdamW, without a gradient of the first weight if ``without``."""
+    optimizer.param_groups[0]["lr"] = lr
+    loss_of(model, 0).backward()
+    if without:
+        model[0].weight.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# the codes of the first weight were made by convert, or with the noise of an earlier step than the last one
+@pytest.mark.parametrize("last", [None, {"lr": 0.0}, {"without": True}], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "nvfp4"])
+def test_stochastically_rounded_masters_are_those_of_the_file(recipe, last, assert_bits_equal):
+    def made():
+        model = converted(recipe=recipe, keep_initial=True)
+        return model, masters_of("AdamW", model, rounding="stochastic")
+
+    model, optimizer = made()
+    if last is not None:
+        step(model, optimizer)
+        step(model, optimizer, **last)
+    own, of_own = made()
+    own.load_state_dict(copy.deepcopy(model.state_dict()))
+    of_own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in ((model, optimizer), (own, of_own)):
+        step(*each)
+    found, expected = (each.state_dict()["state"] for each in (of_own, optimizer))
+    assert found.keys() == expected.keys()
+    for index, values in expected.items():
+        for name, value in values.items():
+            assert_bits_equal(found[index][name], value, f"{name} of parameter {index}")
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_codes_that_somebody_else_writes_replace_the_master(rounding, assert_bits_equal):
+    model = converted()
+    optimizer = masters_of("AdamW", model, rounding=rounding)
+    step(model, optimizer)
+    codes = model[0].weight.codes.clone()
+    written = torch.where(torch.arange(codes.numel()).view(codes.shape) == 7, codes + 2, codes)  # one of 9,216
+    model.load_state_dict({**model.state_dict(), "0.weight_codes": written})
+    expected = model[0].weight.dequantize(torch.float32)
+    step(model, optimizer, lr=1e-30)  # moves no value
+    assert_bits_equal(optimizer.state_dict()["state"][0]["master"], expected)
 
 
 def saved_and_loaded(value):
