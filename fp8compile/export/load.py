@@ -30,7 +30,7 @@ from fp8compile.export.whole_matrix import empty_matrix
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
-from fp8compile.nn.quantize_weights import put_codes, quantizers_of_sets
+from fp8compile.nn.quantize_weights import as_parameter, put_codes, quantizers_of_sets
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
 
@@ -91,6 +91,9 @@ class _Stored:
     def name(self, suffix: str) -> str:
         return self.place.name + suffix
 
+    def names(self) -> list[str]:
+        return [self.name(suffix) for suffix in self.scheme.suffixes]
+
     def is_codes(self, files: StoredFiles) -> bool:
         return self.name(self.scheme.suffixes[1]) in files.names()
 
@@ -127,7 +130,7 @@ class _Stored:
         return grid
 
     def read(self, files: StoredFiles) -> Quantized:
-        codes, scale, *outer = (files.get(self.name(suffix)) for suffix in self.scheme.suffixes)
+        codes, scale, *outer = (files.get(name) for name in self.names())
         assert codes is not None
         assert scale is not None
         numbers = numbers_of(scale)
@@ -271,6 +274,8 @@ class _Loader:
             else:
                 self._look_at_values(weight)
         self._look_at_others()
+        if not self.problems:
+            self._look_at_tied()
 
     def _stored(self, weight: Weight) -> list[_Stored]:
         if weight.scheme is None:
@@ -296,7 +301,7 @@ class _Loader:
             return
         for each in stored:
             self.problems += each.problems(self.files)
-            self.used.update(each.name(suffix) for suffix in each.scheme.suffixes)
+            self.used.update(each.names())
         self.codes.append((weight, stored))
 
     def _look_at_values(self, weight: Weight) -> None:
@@ -322,18 +327,51 @@ class _Loader:
                 f"{name} has no place in the model: no such parameter, or a layer that fp8compile.convert left out"
             )
 
+    def _look_at_tied(self) -> None:
+        """Collect in ``problems`` the parameters with two names for which the folder has two different tensors."""
+        found: list[tuple[Weight, tuple[Quantizer, ...], list[str]]] = []
+        for weight, stored in self.codes:
+            names = [name for each in stored for name in each.names()]
+            found.append((weight, quantizers_of_sets(weight.layer), names))
+        found += [(weight, (), list(rows)) for weight, rows in self.values]
+        first: dict[Tensor, tuple[Weight, tuple[Quantizer, ...], list[str]]] = {}
+        for each in found:
+            weight, quantizers, names = each
+            other, others_quantizers, others_names = first.setdefault(weight.tensor, each)
+            if other is weight:
+                continue
+            what = f"{weight.name} is {other.name} too in the model, and"
+            if quantizers != others_quantizers:
+                self.problems.append(f"{what} their recipes make other codes of it: take one recipe, or untie them")
+            elif len(names) != len(others_names) or not all(map(self._are_equal, names, others_names)):
+                self.problems.append(f"{what} they differ in the folder: untie them to load both")
+
+    def _are_equal(self, name: str, other: str) -> bool:
+        one, two = self.files.get(name), self.files.get(other)
+        if one is None or two is None:
+            return one is two
+        return one.dtype == two.dtype and torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, two)))
+
     def load(self) -> None:
         """Replace the model's parameters by the folder's tensors; call `look` before."""
+        made: dict[Tensor, Any] = {}  # a parameter with two names stays one
         for weight, stored in self.codes:
-            found = _parameter(weight, stored, self.files, _device_of(weight.tensor, self.device))
-            put_codes(weight.layer, weight.name.rpartition(".")[2], found)
+            own = weight.name.rpartition(".")[2]
+            if weight.tensor not in made:
+                found = _parameter(weight, stored, self.files, _device_of(weight.tensor, self.device))
+                made[weight.tensor] = as_parameter(weight.tensor, own, found)
+            put_codes(weight.layer, own, made[weight.tensor])
         for weight, rows in self.values:
-            self._load_values(weight, rows)
+            if weight.tensor not in made:
+                made[weight.tensor] = self._with_values(weight, rows)
+            if made[weight.tensor] is not weight.tensor:
+                _replace(self.plan.model, weight.name, made[weight.tensor])
         if is_of_transformers(self.plan.model):
             model: Any = self.plan.model
             model.tie_weights()
 
-    def _load_values(self, weight: Weight, rows: Mapping[str, Tensor]) -> None:
+    def _with_values(self, weight: Weight, rows: Mapping[str, Tensor]) -> Tensor:
+        """Copy the folder's values to a parameter or buffer, and return it; if it is on meta, return a new one."""
         parameter = weight.tensor
         target = parameter
         if parameter.is_meta or is_quantized_parameter(parameter):
@@ -349,16 +387,15 @@ class _Loader:
                 flat[index.flatten().to(flat.device)] = found.to(flat)
         if is_quantized_parameter(parameter):
             parameter.copy_(target)
-        elif target is not parameter:
-            _replace(self.plan.model, weight.name, target)
+            return parameter
+        if target is not parameter and isinstance(parameter, nn.Parameter):
+            return nn.Parameter(target, requires_grad=parameter.requires_grad)
+        return target
 
 
 def _replace(model: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, own = name.rpartition(".")
-    module = model.get_submodule(path)
-    before: Any = getattr(module, own)
-    is_parameter = isinstance(before, nn.Parameter)
-    setattr(module, own, nn.Parameter(tensor, requires_grad=before.requires_grad) if is_parameter else tensor)
+    setattr(model.get_submodule(path), own, tensor)
 
 
 def _check_real(model: nn.Module) -> list[str]:
@@ -378,8 +415,9 @@ def load_quantized(
     """Load a checkpoint in a serving format; weights stored as codes become quantized parameters.
 
     The forward then multiplies by the folder's codes and scales. Parameters keep their ``requires_grad``: freeze them,
-    or train them by `fp8compile.MasterWeights`. Weights stored in high precision are loaded as values. Parameters
-    are new objects, so make optimizers and shard the model afterwards.
+    or train them by `fp8compile.MasterWeights`. Weights stored in high precision are loaded as values. A parameter
+    that several modules have (tied) stays one. Parameters are new objects, so make optimizers and shard the model
+    afterwards.
 
     ``fp8compile.convert`` works on a model on the meta device too. Weights stored as codes are then never in memory in
     high precision, unless a recipe quantizes them differently for the backward (`rowwise`, `mxfp8`): the codes for the
@@ -395,7 +433,8 @@ def load_quantized(
 
     Raises:
         ValueError: The format is not known; a file can't be read; a tensor is missing, has another shape than the
-            recipe gives, or has no counterpart in the model; the recipe has delayed scaling; or a weight is sharded.
+            recipe gives, or has no counterpart in the model; two names of one parameter have different tensors there,
+            or recipes with different codes; the recipe has delayed scaling; or a weight is sharded.
             The text lists all problems, and nothing is changed. Parameters may be replaced already if a scale is
             negative or NaN, or if it differs from that of the other rows of its block or matrix.
         FileNotFoundError: The folder has no config.json.

@@ -28,6 +28,7 @@ from fp8compile.tensor import QuantizedParameter
 __all__ = ["F8Config", "F8Quantizer"]
 
 METHOD = "fp8compile"
+OPTIONS = ("recipe", "filter", "quantized_parameters", "share_outer_scale")
 
 
 @register_quantization_config(METHOD)
@@ -41,12 +42,13 @@ class F8Config(QuantizationConfigMixin):
         quantized_parameters: Whether weights are quantized one by one while they are loaded, and kept as codes.
             Train codes by `fp8compile.integrations.transformers.master_weights`, or freeze them.
         share_outer_scale: The argument of the same name of `fp8compile.convert`.
-        others: Entries that transformers adds.
+        others: ``quant_method="fp8compile"``, which transformers reads in config.json; no other keyword.
 
     Raises:
         ValueError: No recipe has this name, a recipe read from JSON has an unknown class or field, a recipe has
             delayed scaling, or quantized parameters are to share an outer scale.
-        TypeError: ``recipe`` is not a recipe, or has a quantizer of a class that JSON can't hold.
+        TypeError: ``recipe`` is not a recipe, or has a quantizer of a class that JSON can't hold; or a keyword is no
+            option.
     """
 
     def __init__(
@@ -58,14 +60,20 @@ class F8Config(QuantizationConfigMixin):
         share_outer_scale: Any = False,
         **others: Any,
     ) -> None:
-        others.pop("quant_method", None)
+        if others := {name: value for name, value in others.items() if (name, value) != ("quant_method", METHOD)}:
+            given = ", ".join(f"{name}={value!r}" for name, value in others.items())
+            raise TypeError(
+                f"F8Config: given are {given}; the options are {', '.join(OPTIONS)}. For other arguments of "
+                "fp8compile.convert, load the model without F8Config and convert it; those of a recipe go into the "
+                "recipe's function, such as fp8compile.recipes.rowwise(cache_weights=True)."
+            )
         self.quant_method: Any = METHOD
         self.recipe: Any = recipe_from_json(recipe)
         self.filter: list[str] | None = None if filter is None else list(filter)
         self.quantized_parameters: bool = quantized_parameters
         self.share_outer_scale: Any = share_outer_scale
-        given = self.recipe.values() if isinstance(self.recipe, Mapping) else [self.recipe]
-        for each in given:
+        recipes = self.recipe.values() if isinstance(self.recipe, Mapping) else [self.recipe]
+        for each in recipes:
             if not isinstance(each, Recipe):
                 raise TypeError(f"F8Config: recipe is {each!r}; it is a fp8compile.Recipe or the name of one.")
             if each.history():
@@ -79,8 +87,6 @@ class F8Config(QuantizationConfigMixin):
                 "before the others are there. Leave one of them out."
             )
         recipe_to_json(self.recipe)  # raises now, and not when the model is saved
-        for name, value in others.items():
-            setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as a JSON-serializable dict, as config.json stores them."""

@@ -2,6 +2,9 @@
 
 A parameter "weight" has the keys weight_codes, weight_scale and, with two levels of scales, weight_outer_scale. If
 grad_input reads other codes, there are the same keys with the suffix _for_grad_input too.
+
+What the codes mean, such as "e4m3 in blocks of 128 x 128", is in the state dict's ``_metadata``, which files of
+``torch.save`` have too. A load compares it, if it is there; so never change these texts.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from fp8compile.nn.layer_registry import CONVERTED, USES
 from fp8compile.nn.observed_module import Observed
 from fp8compile.nn.placed_like import placed_like
 from fp8compile.nn.tensor_parallel_weights import placements_of_outer_scale, placements_of_scale
+from fp8compile.quantizers import Quantizer
 from fp8compile.recipes import describe
 from fp8compile.tensor import count_write, is_quantized_parameter, shown
 
@@ -29,6 +33,7 @@ __all__ = ["CodesInState", "codes_and_scales", "reach_codes"]
 COPIED_USES = "_fp8compile_uses"  # in the state of a copy: what forwards of the original did with its parameters
 PARTS = ("codes", "scale", "outer_scale")  # fields of a `Quantized`
 ENDS = ("", "_for_grad_input")  # suffix of the names for the first and the second set of codes
+MEANINGS = "fp8compile_codes"  # in a module's metadata: for each quantized parameter, what each set of codes means
 
 
 def _over_ranks(weight: Any, own: Quantized, part: str) -> tuple[Sequence[Any], Sequence[int]]:
@@ -71,6 +76,20 @@ def codes_and_scales(name: str, weight: Tensor) -> dict[str, Tensor]:
     return found
 
 
+def _meanings(weight: Tensor) -> list[str]:
+    """Describe, for each set of codes, what codes and scales of the same shapes and dtypes may differ in."""
+    return [_meaning(own.quantizer, weight.shape[-2:]) for own in local_itself(weight).sets()]
+
+
+def _meaning(quantizer: Quantizer, matrix: Sequence[int]) -> str:
+    kind = type(quantizer)
+    own = "" if kind.dequantize is Quantizer.dequantize else f" of {kind.__name__}"
+    rows, columns = (
+        size if each == -1 else min(each, size) for each, size in zip(quantizer.block, matrix, strict=True)
+    )
+    return f"{quantizer.format}{own} in blocks of {rows} x {columns}"
+
+
 class PartOfCodes:
     """Descriptor that makes a key of a module's state dict, such as ``weight_codes``, an attribute of the module.
 
@@ -103,7 +122,8 @@ def reach_codes(cls: type[CodesInState], parameter: str) -> None:
 class CodesInState(KeepsCodes, Observed):
     """Base of modules whose state dict has codes and scales of quantized parameters, not values.
 
-    A state dict with values loads too: the values are quantized.
+    A state dict with values loads too: the values are quantized. Codes load if they mean the same by this recipe; a
+    state dict without metadata does not say what they mean.
     """
 
     def _quantized_parameters(self) -> dict[str, Tensor]:
@@ -139,7 +159,9 @@ class CodesInState(KeepsCodes, Observed):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1], {})
         for name, weight in self._quantized_parameters().items():
+            metadata.setdefault(MEANINGS, {})[name] = _meanings(weight)
             del destination[prefix + name]
             for key, part in codes_and_scales(name, weight).items():
                 destination[prefix + key] = part.detach()
@@ -170,11 +192,21 @@ class CodesInState(KeepsCodes, Observed):
             if not keys <= state_dict.keys():
                 continue
             try:
+                _check_meanings(prefix + name, weight, local_metadata.get(MEANINGS, {}).get(name))
                 _take(name, weight, state_dict, prefix)
             except ValueError as error:
                 error_msgs.append(str(error))
             missing_keys[:] = [key for key in missing_keys if key != prefix + name]
             unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
+
+
+def _check_meanings(name: str, weight: Tensor, given: Sequence[str] | None) -> None:
+    for found, own in zip(given or (), _meanings(weight), strict=False):
+        if found != own:
+            raise ValueError(
+                f"load_state_dict: {name} has codes of {found}; the recipe here has {own}. Convert by the recipe that "
+                "they were written with, or load values: those of .dequantize() there."
+            )
 
 
 def _take(name: str, weight: Tensor, state_dict: Mapping[str, Any], prefix: str) -> None:

@@ -16,7 +16,7 @@ from fp8compile.nn.tensor_parallel_weights import not_placed, quantized_part, un
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedParameter, assign, in_place_of
 
-__all__ = ["check_weights", "not_codes", "put_codes", "quantize_weights", "quantizers_of_sets"]
+__all__ = ["as_parameter", "check_weights", "not_codes", "put_codes", "quantize_weights", "quantizers_of_sets"]
 
 
 CONVERT = "convert: quantized_parameters"
@@ -142,13 +142,17 @@ def quantizers_of_sets(layer: Any) -> tuple[Quantizer, ...]:
     return _sets_as_it_lies(layer, layer.recipe)
 
 
-def put_codes(layer: Any, name: str, codes: QuantizedParameter) -> None:
-    """Replace the parameter ``name`` of a converted layer by the quantized parameter ``codes``."""
-    made = in_place_of(getattr(layer, name), codes)
-    local = local_itself(made)
-    if local.gathers is not None:
-        local.gathers.name = name
-    setattr(layer, name, made)
+def as_parameter(weight: Tensor, name: str, codes: Tensor) -> nn.Parameter:
+    """Make a parameter of ``codes`` that can replace ``weight``, the parameter ``name`` of a converted layer."""
+    made = in_place_of(weight, codes)
+    if (policy := local_itself(made).gathers) is not None:
+        policy.name = name
+    return made
+
+
+def put_codes(layer: Any, name: str, codes: nn.Parameter) -> None:
+    """Replace the parameter ``name`` of a converted layer by the result of `as_parameter`."""
+    setattr(layer, name, codes)
     layer.reach_codes()
 
 
@@ -161,14 +165,10 @@ def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:
         weight = getattr(layer, name)
         if weight not in made:
-            made[weight] = in_place_of(weight, _codes(layer, weight.detach()))
-            local = local_itself(made[weight])
+            made[weight] = as_parameter(weight, name, _codes(layer, weight.detach()))
             if keep_initial:
-                local.initial = local_itself(weight).detach()
-            if local.gathers is not None:
-                local.gathers.name = name
-        setattr(layer, name, made[weight])
-        layer.reach_codes()
+                local_itself(made[weight]).initial = local_itself(weight).detach()
+        put_codes(layer, name, made[weight])
         if isinstance(layer.recipe.weight, DelayedScaling):
             layer.own_weight()
             assign([local_itself(layer.weight)], [local_itself(weight).detach()])

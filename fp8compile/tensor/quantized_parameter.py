@@ -405,15 +405,16 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             )
         sets, leaf = self.sets(), (self.requires_grad, isinstance(self, torch.nn.Parameter))
         if len(sets) == 1:
-            kept = self.extent, self.written, self.initial
+            kept = self.extent, self.written, self.initial, self.frozen
             own = sets[0].codes, sets[0].scale, self.quantizer, self.dtype
             load = self.loaders["stack" if self.batch else "matrix"]
             return load, (*own, kept, leaf, *sets[0].scales[1:])
         alone = [QuantizedParameter.of_sets([own], self.dtype, batch=self.batch) for own in sets]
         for each in alone:
-            each.extent, each.written = self.extent, self.written
+            each.extent, each.written, each.frozen = self.extent, self.written, self.frozen
         alone[0]._shared.initial = self._shared.initial
-        return self.loaders["pair"], (tuple(alone), leaf)
+        policy: Any = self.gathers  # there are two sets of codes
+        return self.loaders["pair"], (tuple(alone), leaf, (policy.checkpointed, policy.name))
 
     loaders: dict[str, Callable[..., QuantizedParameter]]  # functions for pickles; `fp8compile.tensor.saved` sets them
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8compile.layout.shapes import scale_shape, values_shape
 from fp8compile.quantizers import Quantizer
 from fp8compile.tensor.check_arguments import SOURCE_DTYPES
+from fp8compile.tensor.fsdp2_gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.quantized_parameter import EXTENTS, SLICE, QuantizedParameter, as_leaf
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
@@ -98,20 +99,23 @@ def _parameter(
     _check(codes, scale, quantizer, dtype, outer_scale, matrices=matrices)
     batch = 0 if matrices is None else 1
     found = QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale, batch=batch)
-    extent, written, initial = kept
+    extent, written, initial, *frozen = kept  # older files have the first three
     if extent not in EXTENTS:
         raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")
     if initial is not None and not (type(initial) is Tensor and initial.is_floating_point()):
         raise ValueError("load: the initial values of a QuantizedParameter are a plain floating point tensor.")
-    found.extent, found.written, found.initial = extent, bool(written), initial
+    found.extent, found.written, found.initial, found.frozen = extent, bool(written), initial, any(frozen)
     return as_leaf(found, *map(bool, leaf))
 
 
-def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParameter:
+def load_pair(
+    sets: tuple[Any, ...], leaf: tuple[bool, bool], policy: tuple[bool, str] = (False, "weight")
+) -> QuantizedParameter:
     """Make the QuantizedParameter of a pickle: a weight with separate codes for grad_input.
 
     ``sets`` are two parameters, with the output's and with grad_input's codes. ``leaf`` says whether the result
-    requires a gradient, and whether it is an ``nn.Parameter``.
+    requires a gradient, and whether it is an ``nn.Parameter``. ``policy`` has ``checkpointed`` and ``name`` of its
+    `GatherPolicy`.
     """
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
         raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
@@ -120,7 +124,9 @@ def load_pair(sets: tuple[Any, ...], leaf: tuple[bool, bool]) -> QuantizedParame
         raise ValueError(f"load: two sets of codes of one weight have shapes {[tuple(each.shape) for each in sets]}.")
     found = QuantizedParameter.of_sets([*first.sets(), *second.sets()], first.dtype, batch=first.batch)
     found.extent = SLICE if second.extent == SLICE else first.extent
-    found.written, found.initial = first.written, first.initial
+    found.written, found.initial, found.frozen = first.written, first.initial, first.frozen
+    checkpointed, name = policy
+    found.gathers = GatherPolicy(BOTH, bool(checkpointed), name=str(name))
     return as_leaf(found, *map(bool, leaf))
 
 

@@ -269,3 +269,68 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     edit_config(tmp_path / "x", quantization_config={"quant_method": "awq"})
     with pytest.raises(ValueError, match="quant_method 'awq'; it is one of 'fp8'"):
         f8.load_quantized(model, tmp_path / "x")
+
+
+# ---------------------------------------------------------------------------------- one parameter, two names
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, or one bias; or a layer and an embedding with one weight."""
+
+    def __init__(self, tie):
+        super().__init__()
+        self.embedding = nn.Embedding(128, 128)
+        self.a, self.b = nn.Linear(128, 128), nn.Linear(128, 128)
+        self.head = nn.Linear(128, 128)  # converted in any case
+        for module, name, of in tie:
+            setattr(getattr(self, module), name, getattr(getattr(self, of), name))
+
+    def forward(self, x):
+        return self.head(self.b(self.a(x)))
+
+
+TIES = {
+    "layers": [("b", "weight", "a")],
+    "biases": [("b", "bias", "a")],
+    "with an embedding": [("a", "weight", "embedding")],
+}
+
+
+def tied(how, recipe, device="cpu", **options):
+    with torch.device(device):
+        model = Tied(TIES[how]).bfloat16()
+    return f8.convert(model, recipe, filter="*", **options)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", TIES)
+def test_a_parameter_of_two_modules_stays_one(how, device, tmp_path, assert_bits_equal):
+    model, back = tied(how, f8.recipes.rowwise()), tied(how, f8.recipes.rowwise(), device)
+    f8.export.save_pretrained(model, tmp_path / "x", "compressed-tensors")
+    f8.load_quantized(back, tmp_path / "x")
+    ((module, name, of),) = TIES[how]
+    assert getattr(getattr(back, module), name) is getattr(getattr(back, of), name)
+    assert {*back.state_dict()} >= {"a.weight_codes", "b.weight_codes"} or how == "with an embedding"
+    x = torch.randn(32, 128).bfloat16()
+    assert_bits_equal(back(x), model(x))
+
+
+@pytest.mark.parametrize("stored", ["b.weight", "b.weight_scale", "b.bias"])
+def test_two_values_of_one_parameter_change_nothing(stored, tmp_path):
+    how, recipe = "biases" if stored == "b.bias" else "layers", f8.recipes.tensorwise()
+    f8.export.save_pretrained(tied(how, recipe), tmp_path / "x", "compressed-tensors")
+    change(tmp_path / "x", lambda tensors: tensors[stored].copy_(torch.ones_like(tensors[stored].float())))
+    back = tied(how, recipe)
+    before = back.b.weight
+    with pytest.raises(
+        ValueError, match=rf"{stored.removesuffix('_scale')} is a\.\w+ too in the model, and they differ"
+    ):
+        f8.load_quantized(back, tmp_path / "x")
+    assert back.b.weight is before
+
+
+def test_layers_of_two_recipes_have_no_weight_in_common(tmp_path):
+    model = tied("layers", {"a": f8.recipes.rowwise(), "*": f8.recipes.tensorwise()})
+    f8.export.save_pretrained(model, tmp_path / "x", "compressed-tensors")
+    with pytest.raises(ValueError, match=r"b\.weight is a\.weight too in the model, and their recipes"):
+        f8.load_quantized(model, tmp_path / "x")

@@ -134,6 +134,10 @@ def test_what_it_can_not_do_is_refused(folder, tmp_path):
         F8Config("rowise")
     with pytest.raises(TypeError, match="recipe is 3"):
         F8Config(3)
+    with pytest.raises(TypeError, match="are quantised_parameters=True, keep_ends=1; the options are recipe, filter"):
+        F8Config("rowwise", quantised_parameters=True, keep_ends=1)
+    with pytest.raises(TypeError, match="given are quant_method='gptq'"):
+        F8Config("rowwise", quant_method="gptq")
     with pytest.raises(TypeError, match="Own can't be written to JSON"):
         F8Config(f8.recipes.of_quantizer(Own()))
     with pytest.raises(ValueError, match="class 'Constant'"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -107,6 +108,14 @@ def test_a_frozen_model_loads_codes_and_refuses_values():
         assert torch.equal(other(rows()), expected)
     with pytest.raises(RuntimeError, match="froze"):
         other.load_state_dict(plain)
+
+
+def test_a_frozen_model_in_a_pickle_stays_frozen():
+    model = pickle.loads(pickle.dumps(f8.freeze_weights(model_of(f8.recipes.rowwise()))))
+    with pytest.raises(RuntimeError, match="froze"):
+        model.load_state_dict(model_of(f8.recipes.rowwise()).state_dict())
+    with pytest.raises(RuntimeError, match="froze"), torch.no_grad():
+        model[0].weight.mul_(0.5)
 
 
 def test_a_frozen_model_is_one_graph_without_a_cast_of_the_weight():

@@ -244,6 +244,15 @@ def test_copies_and_pickles_are_the_same_and_belong_to_themselves(assert_bits_eq
             assert one.data_ptr() != same.data_ptr()
 
 
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copies_and_pickles_gather_as_before_and_stay_frozen(copy_of):
+    weight = converted()[0].weight
+    weight.gathers.checkpointed, weight.gathers.name, weight.frozen = True, "gate_up_proj", True
+    found = copy_of(weight)
+    assert (found.gathers.checkpointed, found.gathers.name, found.frozen) == (True, "gate_up_proj", True)
+    assert found.gathers is not weight.gathers
+
+
 def test_start_on_the_meta_device(assert_bits_equal):
     with torch.device("meta"):
         model = single.model_of()
