@@ -108,11 +108,13 @@ class MomentOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for device in dict.fromkeys(p.device for group in self.param_groups for p in group["params"]):
+        params = [p for group in self.param_groups for p in group["params"]]
+        for device in dict.fromkeys(p.device for p in params if p.grad is not None):
             self._advance(device)
         return loss
 
     def _advance(self, device: torch.device) -> None:
+        """Run the step of the parameters on ``device``, of which at least one has a gradient."""
         jobs: list[Job] = []
         rows: list[tuple[float, ...]] = []
         rates: list[tuple[int, int, Tensor]] = []
@@ -127,8 +129,6 @@ class MomentOptimizer(Optimizer):
                 rows.append((float(active), float(state["step"]), known, *numbers))
             if isinstance(rate, Tensor):
                 rates.append((first, len(jobs), rate))
-        if not jobs:
-            return
         width = max(map(len, rows))
         scalars = torch.tensor([(*row, *(1.0,) * (width - len(row))) for row in rows]).to(device)
         for first, last, rate in rates:  # without a synchronization, if the rate is on the device

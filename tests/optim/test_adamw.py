@@ -364,6 +364,32 @@ def test_a_parameter_without_gradient_and_its_state_stay():
     assert all(torch.equal(before[key], value) for key, value in optimizer.state[params[0]].items())
 
 
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+def test_a_step_without_any_gradient_changes_nothing(kind):
+    params, others = [parameter(64, 128)], [parameter(64, 128)]
+    optimizer, other = kind(params, backend=None), kind(others, backend=None)
+    optimizer.step()
+    assert not optimizer.state
+    train(params, optimizer, 0, 2)
+    train(others, other, 0, 2)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert differences(params, optimizer, others, other) == []
+
+
+def test_a_device_without_gradients_does_not_stop_the_step_of_another():
+    params = [parameter(64, 128), nn.Parameter(torch.empty(64, 128, device="meta"))]
+    optimizer = adamw(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = params[0].detach().clone()
+    params[1].grad = None
+    optimizer.step()
+    assert (params[0] != before).all()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [2, 1]
+
+
 def test_a_group_that_is_added_has_a_state_of_its_own():
     params = [parameter(64, 128), parameter(64, 128, seed=1)]
     optimizer = adamw(params[:1])
