@@ -140,8 +140,8 @@ class AdamW(MomentOptimizer):
             check_number("AdamW", f"betas[{index}]", beta, below=1.0)
         super().check_group(group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this optimizer or of ``torch.optim.AdamW``.
+    def adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` of this optimizer or of ``torch.optim.AdamW`` as it is.
 
         Raises:
             ValueError: The state was trained with ``amsgrad``, whose third moment has no counterpart here.
@@ -152,7 +152,7 @@ class AdamW(MomentOptimizer):
                 "second moments. Train on with torch.optim.AdamW; or, to go on without it, set amsgrad to False in "
                 "the state's param_groups."
             )
-        super().load_state_dict(state_dict)
+        return state_dict
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
         """Return the numbers that ``_rule`` takes after the learning rate, for step number ``step``.

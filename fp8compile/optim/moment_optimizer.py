@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import compiled_alone, is_dtensor, is_fake, local_itself, plain_alias, untraced
+from fp8compile._compat import (
+    compiled_alone,
+    is_dtensor,
+    is_fake,
+    load_hooks_apart,
+    local_itself,
+    plain_alias,
+    untraced,
+)
 from fp8compile.optim.compiled_step import Job, Rule, advance
 from fp8compile.optim.moments import CODES, STORED, MomentRows, StoredMoment
 from fp8compile.quantizers.stochastic_rounding import check_rounding
@@ -199,14 +207,29 @@ class MomentOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ files
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this optimizer, or of its counterpart in ``torch.optim``.
 
         If this optimizer stores a moment as codes, saved codes are loaded unchanged, and saved values are quantized,
         such as those of ``torch.optim.AdamW``. If this optimizer stores a moment as values, saved codes are
-        dequantized.
+        dequantized. Hooks run as in ``torch.optim``.
+
+        Raises:
+            KeyError: The saved state lacks a moment.
+            ValueError: The saved groups have other numbers of parameters, or `adapted` refuses the state.
         """
+        with load_hooks_apart(self, state_dict) as found, torch.no_grad():
+            self._load(self.adapted(found))
+
+    def adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict of the counterpart in ``torch.optim`` as one that this optimizer could have saved.
+
+        Raises:
+            ValueError: The state has what this optimizer does not keep.
+        """
+        return state_dict
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         kept = [{name: group[name] for name in (*self._dtype_options(), *OURS)} for group in self.param_groups]
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})

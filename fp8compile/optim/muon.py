@@ -149,10 +149,10 @@ class Muon(MomentOptimizer):
         self._updates.clear()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this optimizer, or one of ``torch.optim.Muon``, whose step count becomes 0."""
+    def adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` of this optimizer, or one of ``torch.optim.Muon`` with the step count 0."""
         state = {index: {"step": 0.0, **each} for index, each in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": state})
+        return {**state_dict, "state": state}
 
     def _apply(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         whole: Any = wrapped_like(update, p)

@@ -271,6 +271,50 @@ def test_codes_load_where_values_are_kept(assert_bits_equal):
     assert other.param_groups[0]["exp_avg_dtype"] == torch.float32
 
 
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+def test_hooks_of_loading_see_the_whole_state_and_run_once(kind, assert_bits_equal):
+    def made(names):
+        params = [parameter(64, 128, seed=seed) for seed in range(2)]
+        return params, kind(list(zip(names, params, strict=True)), backend=None)
+
+    def by_name(optimizer, state):  # what PyTorch documents a pre-hook for
+        calls.append(("before", len(state["state"])))
+        places = {name: index for index, name in enumerate(state["param_groups"][0]["param_names"])}
+        names = optimizer.param_groups[0]["param_names"]
+        return {**state, "state": {index: state["state"][places[name]] for index, name in enumerate(names)}}
+
+    calls = []
+    params, optimizer = made(["a", "b"])
+    train(params[:1], optimizer, 0, 1)
+    train(params, optimizer, 1, 2)
+    others, other = made(["b", "a"])
+    handle = other.register_load_state_dict_pre_hook(by_name)
+    other.register_load_state_dict_post_hook(lambda optimizer: calls.append(("behind", len(optimizer.state))))
+    other.load_state_dict(optimizer.state_dict())
+    assert calls == [("before", 2), ("behind", 2)]
+    for p, q in zip(params, reversed(others), strict=True):
+        for key, value in optimizer.state[p].items():
+            assert_bits_equal(other.state[q][key], value, key)
+    handle.remove()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        other.load_state_dict({"state": {}, "param_groups": []})
+    other.load_state_dict(optimizer.state_dict())
+    assert calls[2:] == [("behind", 2)]
+
+
+def test_a_hook_may_change_what_would_be_refused():
+    def without_amsgrad(optimizer, state):
+        return {**state, "param_groups": [{**group, "amsgrad": False} for group in state["param_groups"]]}
+
+    p = parameter(64, 128)
+    theirs = torch.optim.AdamW([p], lr=1e-2, amsgrad=True)
+    train([p], theirs, 0, 1)
+    ours = adamw([p])
+    ours.register_load_state_dict_pre_hook(without_amsgrad)
+    ours.load_state_dict(theirs.state_dict())
+    assert float(ours.state[p]["step"]) == 1
+
+
 def test_a_state_with_amsgrad_is_refused():
     p = parameter(64, 128)
     theirs = torch.optim.AdamW([p], lr=1e-2, amsgrad=True)
