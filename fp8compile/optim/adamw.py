@@ -16,19 +16,6 @@ from fp8compile.quantizers.scale_rules import exact_root
 __all__ = ["AdamW"]
 
 ONE_GRAPH = "the step is one compiled graph for all parameters already"
-REFUSED = {
-    "amsgrad": "a third moment, a maximum, has no codes here",
-    "foreach": ONE_GRAPH,
-    "fused": ONE_GRAPH,
-    "capturable": "the host counts the steps; torch.optim.AdamW can be captured",
-    "differentiable": "codes have no derivative",
-}
-
-
-def _check_refused(**options: Any) -> None:
-    for name, reason in REFUSED.items():
-        if options.get(name):
-            raise ValueError(f"AdamW: {name} is {options[name]}; {reason}. Leave it out.")
 
 
 def _rule(
@@ -92,6 +79,13 @@ class AdamW(MomentOptimizer):
 
     moments: ClassVar[dict[str, bool]] = {"exp_avg": False, "exp_avg_sq": True}
     rule: ClassVar[Rule] = staticmethod(_rule)
+    refused: ClassVar[dict[str, str]] = {
+        "amsgrad": "a third moment, a maximum, has no codes here",
+        "foreach": ONE_GRAPH,
+        "fused": ONE_GRAPH,
+        "capturable": "the host counts the steps; torch.optim.AdamW can be captured",
+        "differentiable": "codes have no derivative",
+    }
 
     def __init__(
         self,
@@ -114,9 +108,8 @@ class AdamW(MomentOptimizer):
         bf16_stochastic_round: bool = False,
         backend: Backend = "inductor",
     ) -> None:
-        _check_refused(
-            amsgrad=amsgrad, foreach=foreach, fused=fused, capturable=capturable, differentiable=differentiable
-        )
+        refused = {"amsgrad": amsgrad, "foreach": foreach, "fused": fused}
+        self.check_refused(refused | {"capturable": capturable, "differentiable": differentiable})
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -133,7 +126,6 @@ class AdamW(MomentOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise a ValueError or TypeError if an option or a parameter of a parameter group is not allowed."""
-        _check_refused(**group)
         for name in ("lr", "eps", "weight_decay"):
             check_number("AdamW", name, group[name])
         for index, beta in enumerate(group["betas"]):

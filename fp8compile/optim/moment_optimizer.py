@@ -40,10 +40,12 @@ class MomentOptimizer(Optimizer):
     Attributes:
         moments: For each moment, by name, whether the moment is never negative, and thus stored as its square root.
         rule: Update of one parameter: (parameter, gradient, moments, scalars) -> (what is written, new moments).
+        refused: For each option that must be False or None, by name, the reason.
     """
 
     moments: ClassVar[dict[str, bool]]
     rule: ClassVar[Rule]
+    refused: ClassVar[dict[str, str]]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: Backend) -> None:
         self._backend = backend
@@ -73,6 +75,12 @@ class MomentOptimizer(Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise a ValueError or TypeError if an option or a parameter of a parameter group is not allowed."""
         owner = type(self).__name__
+        self.check_refused(group)
+        if "backend" in group:
+            raise ValueError(
+                f"{owner}: a group has backend={shown(group['backend'])}; one graph steps all groups. Give it to the "
+                "optimizer."
+            )
         self._check_options(group)
         for p in group["params"]:
             if has_codes(local_itself(p)):
@@ -84,6 +92,12 @@ class MomentOptimizer(Optimizer):
                 raise TypeError(f"{owner}: a parameter is {p.dtype}; it is float32, bfloat16 or float16.")
             if any(each.dtype == CODES for each in self._stored(group)):
                 MomentRows.of(p).check_blocks()
+
+    def check_refused(self, options: dict[str, Any]) -> None:
+        """Raise a ValueError if an option of `refused` is neither False nor None."""
+        for name, reason in self.refused.items():
+            if options.get(name):
+                raise ValueError(f"{type(self).__name__}: {name} is {options[name]}; {reason}. Leave it out.")
 
     def _check_options(self, group: dict[str, Any]) -> None:
         owner = type(self).__name__

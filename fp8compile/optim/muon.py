@@ -48,7 +48,8 @@ class Muon(MomentOptimizer):
     work as in ``AdamW``.
 
     Args:
-        params: Matrices, or groups of matrices. Give embeddings, norms and biases to another optimizer.
+        params: Matrices, or groups of matrices. Give embeddings, norms and biases to another optimizer. Groups may
+            override each option below except ``backend``.
         lr: Learning rate, a float or a tensor of one element.
         weight_decay: Decoupled weight decay.
         momentum: Decay rate of the momentum, at least 0 and below 1.
@@ -73,6 +74,9 @@ class Muon(MomentOptimizer):
 
     moments: ClassVar[dict[str, bool]] = {"momentum_buffer": False}
     rule: ClassVar[Rule] = staticmethod(_rule)
+    refused: ClassVar[dict[str, str]] = {
+        "bf16_stochastic_round": "updates are added to parameters behind the graph, and rounded to the nearest",
+    }
 
     def __init__(
         self,

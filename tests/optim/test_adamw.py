@@ -538,6 +538,18 @@ def test_a_group_is_refused_what_the_optimizer_is():
         adamw([{"params": [parameter(4, 4)], "amsgrad": True}])
 
 
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+def test_a_group_has_no_backend_of_its_own(kind, backend):
+    says = f"{kind.__name__}: a group has backend={backend!r}; one graph steps all groups. Give it to the optimizer"
+    with pytest.raises(ValueError, match=says):
+        kind([{"params": [parameter(4, 4)], "backend": backend}])
+    optimizer = kind([parameter(4, 4)], backend=None)
+    with pytest.raises(ValueError, match=says):
+        optimizer.add_param_group({"params": [parameter(4, 4)], "backend": backend})
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": False}, {"foreach": None, "capturable": False}])
 def test_options_that_ask_for_nothing_are_taken(options):
     assert adamw([parameter(4, 4)], **options).defaults["lr"] == 1e-2
