@@ -194,7 +194,8 @@ class StoredMoment:
         return self._of_codes(codes, torch.ones(grid_shape(rows.local, BLOCK), device=local.device), parameter, rows)
 
     def _of_values(self, values: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        return {self.name: wrapped_like(values.to(self._dtype_of_values(rows), copy=True), parameter)}
+        kept = values.to(self._dtype_of_values(rows), copy=True, memory_format=torch.contiguous_format)
+        return {self.name: wrapped_like(kept, parameter)}
 
     def _of_codes(self, codes: Tensor, scale: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
         whole = torch.empty(grid_shape(rows.whole, BLOCK), device="meta")
@@ -204,12 +205,15 @@ class StoredMoment:
     def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
         """Return this moment's tensors by key: copies from a saved ``state``, quantized or dequantized if needed.
 
+        They are contiguous, as `parts` views them, whatever the strides of those saved.
+
         Raises:
             KeyError: The state has neither codes nor values of the moment.
         """
         device, quantizer = parameter.device, self.quantizer_for(rows)
         if all(key in state for key in self.keys_of_codes()):
-            codes, scale = (local_itself(state[key]).detach().to(device, copy=True) for key in self.keys_of_codes())
+            parts = (local_itself(state[key]).detach() for key in self.keys_of_codes())
+            codes, scale = (each.to(device, copy=True, memory_format=torch.contiguous_format) for each in parts)
             if quantizer is not None:
                 return self._of_codes(codes, scale, parameter, rows)
             values = ops.dequantize(codes.view(rows.local), scale, self.quantizer, torch.float32)

@@ -257,6 +257,35 @@ def test_a_state_of_torch_optim_loads_rounded_once(assert_bits_equal):
     train([q], optimizer, 3, 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(64, 64, 3, 3), (8, 8, 3, 3)], ids=str)
+def test_a_state_of_a_channels_last_parameter_loads_as_that_of_a_plain_one(shape, dtype):
+    def loaded(memory_format):
+        p = nn.Parameter(parameter(*shape).detach().contiguous(memory_format=memory_format))
+        plain = torch.optim.AdamW([p], lr=1e-2, foreach=False)
+        train([p], plain, 0, 2)
+        assert plain.state[p]["exp_avg"].is_contiguous(memory_format=memory_format)
+        optimizer = adamw([p], exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+        optimizer.load_state_dict(plain.state_dict())
+        train([p], optimizer, 2, 4)
+        return [p], optimizer
+
+    assert differences(*loaded(torch.channels_last), *loaded(torch.contiguous_format)) == []
+
+
+def test_codes_load_whatever_their_strides():
+    p, q = parameter(64, 256), parameter(64, 256)
+    optimizer, other = adamw([p]), adamw([q])
+    train([p], optimizer, 0, 1)
+    state = optimizer.state_dict()
+    turned = {key: value.t().contiguous().t() for key, value in state["state"][0].items() if key != "step"}
+    other.load_state_dict({**state, "state": {0: {**state["state"][0], **turned}}})
+    q.data.copy_(p.data)
+    train([p], optimizer, 1, 2)
+    train([q], other, 1, 2)
+    assert differences([p], optimizer, [q], other) == []
+
+
 def test_codes_load_where_values_are_kept(assert_bits_equal):
     p, q = parameter(64, 160), parameter(64, 160)
     optimizer = adamw([p])
