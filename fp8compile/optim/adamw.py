@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8compile.optim.compiled_step import Rule
 from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
-from fp8compile.optim.moments import CODES
+from fp8compile.optim.moments import CODES, LARGEST_ROOT
 from fp8compile.quantizers.scale_rules import exact_root
 
 __all__ = ["AdamW"]
@@ -23,11 +23,14 @@ def _rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Compute AdamW's update of one parameter in float32; return the new parameter and the new moments.
 
-    ``scalars`` are the learning rate and `AdamW.scalars`. Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
+    ``scalars`` are the learning rate and `AdamW.scalars`. A finite gradient beyond `LARGEST_ROOT` counts as that
+    number in both moments, so that its square is finite and its update as bounded as others. Source: Loshchilov and
+    Hutter 2019, arXiv:1711.05101.
     """
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
     grad = grad * sign
+    grad = torch.where(grad.isinf(), grad, grad.clamp(-LARGEST_ROOT, LARGEST_ROOT))
     exp_avg = exp_avg * beta1 + grad * rest1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2
     update = (exp_avg / correction1) / (exact_root(exp_avg_sq) / root_correction2 + eps)
@@ -40,7 +43,8 @@ class AdamW(MomentOptimizer):
     A step dequantizes the moments, computes in float32, and quantizes once. One compiled graph updates all parameters;
     if rows consist of whole blocks, the graph writes no float32 moments to memory. Learning rates and other
     hyperparameters are inputs of the graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its square
-    root, and a positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``).
+    root, and a positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``). A finite element of a
+    gradient beyond ±1.8e19, whose square would overflow, counts as ±1.8e19.
 
     A block, which shares one scale, is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096
     elements, fewer than two dims, or rows of fewer than 16 elements.

@@ -29,13 +29,14 @@ from fp8compile.quantizers import CurrentScaling, RootScaling
 from fp8compile.quantizers.blocks import grid_shape
 from fp8compile.tensor import sharding_of
 
-__all__ = ["CODES", "STORED", "MomentRows", "StoredMoment", "quantized"]
+__all__ = ["CODES", "LARGEST_ROOT", "STORED", "MomentRows", "StoredMoment", "quantized"]
 
 CODES = torch.float8_e4m3fn
 STORED = (torch.float32, torch.bfloat16, CODES)  # dtypes of moments in the state
 BLOCK = (1, 128)  # values of a row that share a scale: 1 + 4 / 128 bytes a value
 # Moments of fewer values stay float32, as in bitsandbytes and torchao: norms and biases, which save nothing.
 SMALLEST = 4096
+LARGEST_ROOT = 1.8e19  # of a second moment; float32 holds its square, and that of a code that rounding puts above it
 SHORTEST_ROW = 16  # a shorter row stays float32, because its scale would cost more than a quarter of a byte a value
 
 
@@ -226,7 +227,10 @@ class StoredMoment:
         values = local_itself(state[self.name]).detach().to(device)
         if quantizer is None:
             return self._of_values(values, parameter, rows)
-        codes, scale = quantized(values.float().reshape(rows.in_blocks()[0]), quantizer, rows.place(device))
+        in_blocks = values.float().reshape(rows.in_blocks()[0])
+        if isinstance(quantizer, RootScaling):  # torch.optim's may be infinite, which would make a block NaN
+            in_blocks = in_blocks.clamp(max=LARGEST_ROOT**2)
+        codes, scale = quantized(in_blocks, quantizer, rows.place(device))
         scale = scale.view(grid_shape(rows.local, BLOCK))
         return self._of_codes(codes.view(values.shape), scale, parameter, rows)
 

@@ -211,6 +211,46 @@ def test_a_nan_in_a_gradient_is_seen_in_its_block_and_nowhere_else():
     assert p.isnan().sum() == 1
 
 
+@pytest.mark.parametrize("large", [1.7e19, 2e19, -1e30, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32])
+def test_a_finite_gradient_whose_square_overflows_moves_its_weight_by_a_few_rates(large, dtype):
+    p = nn.Parameter(torch.zeros(32, 256))
+    optimizer = adamw([p], weight_decay=0.0, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    for step in range(6):
+        p.grad = gradient(p, step)
+        if step == 1:
+            p.grad[3, 130] = large
+        before = p.detach().clone()
+        optimizer.step()
+        assert (p - before).abs().max() < 4 * 1e-2
+
+
+@pytest.mark.parametrize("large", [2e19, -1e30])
+def test_a_step_with_a_large_gradient_has_the_bits_by_hand(large, assert_bits_equal):
+    p = parameter(32, 128)
+    optimizer, by_hand = adamw([p], rounding="nearest"), AdamWByHand(p.detach().numpy(), lr=1e-2)
+    for step in range(3):
+        p.grad = gradient(p, step)
+        p.grad[3, 5] = large if step == 1 else 1.0
+        optimizer.step()
+        by_hand.step(p.grad.numpy())
+        assert_bits_equal(p.detach(), torch.from_numpy(by_hand.parameter), f"step {step}")
+        for name, (codes, scale) in by_hand.state.items():
+            assert_bits_equal(optimizer.state[p][f"{name}_codes"], torch.from_numpy(codes), name)
+            assert_bits_equal(optimizer.state[p][f"{name}_scale"], torch.from_numpy(scale), name)
+
+
+def test_an_infinite_gradient_is_seen_in_its_block_and_nowhere_else():
+    p = parameter(32, 256)
+    optimizer = adamw([p])
+    p.grad = gradient(p, 0)
+    p.grad[3, 130] = -torch.inf
+    optimizer.step()
+    for key in ("exp_avg_scale", "exp_avg_sq_scale"):
+        assert optimizer.state[p][key].isnan().nonzero().tolist() == [[3, 1]]
+    assert p.isnan().nonzero().tolist() == [[3, 130]]
+
+
 # ---------------------------------------------------------------------------------- files
 
 
@@ -255,6 +295,18 @@ def test_a_state_of_torch_optim_loads_rounded_once(assert_bits_equal):
     assert_bits_equal(state["exp_avg_codes"], expected.codes)
     assert_bits_equal(state["exp_avg_scale"], expected.scale)
     train([q], optimizer, 3, 4)
+
+
+def test_an_infinite_second_moment_of_torch_optim_loads_as_a_large_one():
+    p, q = parameter(64, 256), parameter(64, 256)
+    plain, optimizer = torch.optim.AdamW([p]), adamw([q])
+    train([p], plain, 0, 1)
+    plain.state[p]["exp_avg_sq"][3, 130] = torch.inf
+    optimizer.load_state_dict(plain.state_dict())
+    before = q.detach().clone()
+    train([q], optimizer, 1, 3)
+    assert q.isfinite().all()
+    assert (q / before)[3, 130].item() == pytest.approx((1 - 1e-3 * 1e-2) ** 2)  # the decay alone, as in torch.optim
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
