@@ -1,16 +1,19 @@
-"""Private functions of torch.optim, and a separately compiled graph for an optimizer's step."""
+"""Private interfaces of torch.optim, and a separately compiled graph for an optimizer's step."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-__all__ = ["compiled_alone", "muon_lr", "orthogonalized"]
+__all__ = ["compiled_alone", "load_hooks_apart", "muon_lr", "orthogonalized"]
 
 
 def compiled_alone(function: Callable[..., Any], first: object, backend: Any) -> Callable[..., Any]:
@@ -40,3 +43,28 @@ def muon_lr(lr: float, adjustment: str | None, shape: Sequence[int]) -> float:
     from torch.optim import _muon
 
     return _muon._adjust_lr(lr, adjustment, torch.Size(shape))
+
+
+@contextmanager
+def load_hooks_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Context of an optimizer's own ``load_state_dict``, in which hooks run once and see what PyTorch shows them.
+
+    Pre-hooks run first, on a shallow copy of ``state_dict``; yield what they make of it. Within the context the
+    optimizer has no hooks, so that it may call PyTorch's ``load_state_dict``. Post-hooks run last, unless an error
+    ends the context.
+    """
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    behind = optimizer._optimizer_load_state_dict_post_hooks
+    state_dict = state_dict.copy()
+    for pre_hook in before.values():
+        found = pre_hook(optimizer, state_dict)
+        state_dict = state_dict if found is None else found
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield state_dict
+    finally:  # the same objects, to which the handles of hooks point
+        optimizer._optimizer_load_state_dict_pre_hooks = before
+        optimizer._optimizer_load_state_dict_post_hooks = behind
+    for post_hook in behind.values():
+        post_hook(optimizer)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import is_dtensor, local_itself, set_local_itself
+from fp8compile._compat import is_dtensor, load_hooks_apart, local_itself, set_local_itself
 from fp8compile.nn.placed_like import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer, TwoLevelScaling
 from fp8compile.tensor import (
@@ -274,9 +274,15 @@ class MasterWeights(Optimizer):
             group["master_steps"] = self._steps
         return found
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's state and the masters from ``state_dict``; the weights' codes don't change."""
+        """Load the inner optimizer's state and the masters from ``state_dict``; the weights' codes don't change.
+
+        Hooks run as in ``torch.optim``.
+        """
+        with load_hooks_apart(self, state_dict) as found, torch.no_grad():
+            self._load(found)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         state = {index: dict(each) for index, each in state_dict["state"].items()}
         groups = [dict(group) for group in state_dict["param_groups"]]
         params = [p for group in self.param_groups for p in group["params"]]

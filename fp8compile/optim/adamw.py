@@ -10,25 +10,12 @@ from torch import Tensor
 
 from fp8compile.optim.compiled_step import Rule
 from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
-from fp8compile.optim.moments import CODES
+from fp8compile.optim.moments import CODES, LARGEST_ROOT
 from fp8compile.quantizers.scale_rules import exact_root
 
 __all__ = ["AdamW"]
 
 ONE_GRAPH = "the step is one compiled graph for all parameters already"
-REFUSED = {
-    "amsgrad": "a third moment, a maximum, has no codes here",
-    "foreach": ONE_GRAPH,
-    "fused": ONE_GRAPH,
-    "capturable": "the host counts the steps; torch.optim.AdamW can be captured",
-    "differentiable": "codes have no derivative",
-}
-
-
-def _check_refused(**options: Any) -> None:
-    for name, reason in REFUSED.items():
-        if options.get(name):
-            raise ValueError(f"AdamW: {name} is {options[name]}; {reason}. Leave it out.")
 
 
 def _rule(
@@ -36,11 +23,14 @@ def _rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Compute AdamW's update of one parameter in float32; return the new parameter and the new moments.
 
-    ``scalars`` are the learning rate and `AdamW.scalars`. Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
+    ``scalars`` are the learning rate and `AdamW.scalars`. A finite gradient beyond `LARGEST_ROOT` counts as that
+    number in both moments, so that its square is finite and its update as bounded as others. Source: Loshchilov and
+    Hutter 2019, arXiv:1711.05101.
     """
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
     grad = grad * sign
+    grad = torch.where(grad.isinf(), grad, grad.clamp(-LARGEST_ROOT, LARGEST_ROOT))
     exp_avg = exp_avg * beta1 + grad * rest1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2
     update = (exp_avg / correction1) / (exact_root(exp_avg_sq) / root_correction2 + eps)
@@ -53,7 +43,8 @@ class AdamW(MomentOptimizer):
     A step dequantizes the moments, computes in float32, and quantizes once. One compiled graph updates all parameters;
     if rows consist of whole blocks, the graph writes no float32 moments to memory. Learning rates and other
     hyperparameters are inputs of the graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its square
-    root, and a positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``).
+    root, and a positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``). A finite element of a
+    gradient beyond ±1.8e19, whose square would overflow, counts as ±1.8e19.
 
     A block, which shares one scale, is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096
     elements, fewer than two dims, or rows of fewer than 16 elements.
@@ -92,6 +83,13 @@ class AdamW(MomentOptimizer):
 
     moments: ClassVar[dict[str, bool]] = {"exp_avg": False, "exp_avg_sq": True}
     rule: ClassVar[Rule] = staticmethod(_rule)
+    refused: ClassVar[dict[str, str]] = {
+        "amsgrad": "a third moment, a maximum, has no codes here",
+        "foreach": ONE_GRAPH,
+        "fused": ONE_GRAPH,
+        "capturable": "the host counts the steps; torch.optim.AdamW can be captured",
+        "differentiable": "codes have no derivative",
+    }
 
     def __init__(
         self,
@@ -114,9 +112,8 @@ class AdamW(MomentOptimizer):
         bf16_stochastic_round: bool = False,
         backend: Backend = "inductor",
     ) -> None:
-        _check_refused(
-            amsgrad=amsgrad, foreach=foreach, fused=fused, capturable=capturable, differentiable=differentiable
-        )
+        refused = {"amsgrad": amsgrad, "foreach": foreach, "fused": fused}
+        self.check_refused(refused | {"capturable": capturable, "differentiable": differentiable})
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -133,15 +130,14 @@ class AdamW(MomentOptimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise a ValueError or TypeError if an option or a parameter of a parameter group is not allowed."""
-        _check_refused(**group)
         for name in ("lr", "eps", "weight_decay"):
             check_number("AdamW", name, group[name])
         for index, beta in enumerate(group["betas"]):
             check_number("AdamW", f"betas[{index}]", beta, below=1.0)
         super().check_group(group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this optimizer or of ``torch.optim.AdamW``.
+    def adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` of this optimizer or of ``torch.optim.AdamW`` as it is.
 
         Raises:
             ValueError: The state was trained with ``amsgrad``, whose third moment has no counterpart here.
@@ -152,7 +148,7 @@ class AdamW(MomentOptimizer):
                 "second moments. Train on with torch.optim.AdamW; or, to go on without it, set amsgrad to False in "
                 "the state's param_groups."
             )
-        super().load_state_dict(state_dict)
+        return state_dict
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
         """Return the numbers that ``_rule`` takes after the learning rate, for step number ``step``.

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import compiled_alone, is_dtensor, is_fake, local_itself, plain_alias, untraced
+from fp8compile._compat import (
+    compiled_alone,
+    is_dtensor,
+    is_fake,
+    load_hooks_apart,
+    local_itself,
+    plain_alias,
+    untraced,
+)
 from fp8compile.optim.compiled_step import Job, Rule, advance
 from fp8compile.optim.moments import CODES, STORED, MomentRows, StoredMoment
 from fp8compile.quantizers.stochastic_rounding import check_rounding
@@ -32,10 +40,12 @@ class MomentOptimizer(Optimizer):
     Attributes:
         moments: For each moment, by name, whether the moment is never negative, and thus stored as its square root.
         rule: Update of one parameter: (parameter, gradient, moments, scalars) -> (what is written, new moments).
+        refused: For each option that must be False or None, by name, the reason.
     """
 
     moments: ClassVar[dict[str, bool]]
     rule: ClassVar[Rule]
+    refused: ClassVar[dict[str, str]]
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: Backend) -> None:
         self._backend = backend
@@ -65,6 +75,12 @@ class MomentOptimizer(Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise a ValueError or TypeError if an option or a parameter of a parameter group is not allowed."""
         owner = type(self).__name__
+        self.check_refused(group)
+        if "backend" in group:
+            raise ValueError(
+                f"{owner}: a group has backend={shown(group['backend'])}; one graph steps all groups. Give it to the "
+                "optimizer."
+            )
         self._check_options(group)
         for p in group["params"]:
             if has_codes(local_itself(p)):
@@ -76,6 +92,12 @@ class MomentOptimizer(Optimizer):
                 raise TypeError(f"{owner}: a parameter is {p.dtype}; it is float32, bfloat16 or float16.")
             if any(each.dtype == CODES for each in self._stored(group)):
                 MomentRows.of(p).check_blocks()
+
+    def check_refused(self, options: dict[str, Any]) -> None:
+        """Raise a ValueError if an option of `refused` is neither False nor None."""
+        for name, reason in self.refused.items():
+            if options.get(name):
+                raise ValueError(f"{type(self).__name__}: {name} is {options[name]}; {reason}. Leave it out.")
 
     def _check_options(self, group: dict[str, Any]) -> None:
         owner = type(self).__name__
@@ -108,11 +130,13 @@ class MomentOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for device in dict.fromkeys(p.device for group in self.param_groups for p in group["params"]):
+        params = [p for group in self.param_groups for p in group["params"]]
+        for device in dict.fromkeys(p.device for p in params if p.grad is not None):
             self._advance(device)
         return loss
 
     def _advance(self, device: torch.device) -> None:
+        """Run the step of the parameters on ``device``, of which at least one has a gradient."""
         jobs: list[Job] = []
         rows: list[tuple[float, ...]] = []
         rates: list[tuple[int, int, Tensor]] = []
@@ -127,8 +151,6 @@ class MomentOptimizer(Optimizer):
                 rows.append((float(active), float(state["step"]), known, *numbers))
             if isinstance(rate, Tensor):
                 rates.append((first, len(jobs), rate))
-        if not jobs:
-            return
         width = max(map(len, rows))
         scalars = torch.tensor([(*row, *(1.0,) * (width - len(row))) for row in rows]).to(device)
         for first, last, rate in rates:  # without a synchronization, if the rate is on the device
@@ -199,14 +221,29 @@ class MomentOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ files
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict`` of this optimizer, or of its counterpart in ``torch.optim``.
 
         If this optimizer stores a moment as codes, saved codes are loaded unchanged, and saved values are quantized,
         such as those of ``torch.optim.AdamW``. If this optimizer stores a moment as values, saved codes are
-        dequantized.
+        dequantized. Hooks run as in ``torch.optim``.
+
+        Raises:
+            KeyError: The saved state lacks a moment.
+            ValueError: The saved groups have other numbers of parameters, or `adapted` refuses the state.
         """
+        with load_hooks_apart(self, state_dict) as found, torch.no_grad():
+            self._load(self.adapted(found))
+
+    def adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict of the counterpart in ``torch.optim`` as one that this optimizer could have saved.
+
+        Raises:
+            ValueError: The state has what this optimizer does not keep.
+        """
+        return state_dict
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         kept = [{name: group[name] for name in (*self._dtype_options(), *OURS)} for group in self.param_groups]
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": {}})

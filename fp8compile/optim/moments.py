@@ -29,13 +29,14 @@ from fp8compile.quantizers import CurrentScaling, RootScaling
 from fp8compile.quantizers.blocks import grid_shape
 from fp8compile.tensor import sharding_of
 
-__all__ = ["CODES", "STORED", "MomentRows", "StoredMoment", "quantized"]
+__all__ = ["CODES", "LARGEST_ROOT", "STORED", "MomentRows", "StoredMoment", "quantized"]
 
 CODES = torch.float8_e4m3fn
 STORED = (torch.float32, torch.bfloat16, CODES)  # dtypes of moments in the state
 BLOCK = (1, 128)  # values of a row that share a scale: 1 + 4 / 128 bytes a value
 # Moments of fewer values stay float32, as in bitsandbytes and torchao: norms and biases, which save nothing.
 SMALLEST = 4096
+LARGEST_ROOT = 1.8e19  # of a second moment; float32 holds its square, and that of a code that rounding puts above it
 SHORTEST_ROW = 16  # a shorter row stays float32, because its scale would cost more than a quarter of a byte a value
 
 
@@ -194,7 +195,8 @@ class StoredMoment:
         return self._of_codes(codes, torch.ones(grid_shape(rows.local, BLOCK), device=local.device), parameter, rows)
 
     def _of_values(self, values: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
-        return {self.name: wrapped_like(values.to(self._dtype_of_values(rows), copy=True), parameter)}
+        kept = values.to(self._dtype_of_values(rows), copy=True, memory_format=torch.contiguous_format)
+        return {self.name: wrapped_like(kept, parameter)}
 
     def _of_codes(self, codes: Tensor, scale: Tensor, parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
         whole = torch.empty(grid_shape(rows.whole, BLOCK), device="meta")
@@ -204,12 +206,15 @@ class StoredMoment:
     def loaded(self, state: dict[str, Any], parameter: Tensor, rows: MomentRows) -> dict[str, Tensor]:
         """Return this moment's tensors by key: copies from a saved ``state``, quantized or dequantized if needed.
 
+        They are contiguous, as `parts` views them, whatever the strides of those saved.
+
         Raises:
             KeyError: The state has neither codes nor values of the moment.
         """
         device, quantizer = parameter.device, self.quantizer_for(rows)
         if all(key in state for key in self.keys_of_codes()):
-            codes, scale = (local_itself(state[key]).detach().to(device, copy=True) for key in self.keys_of_codes())
+            parts = (local_itself(state[key]).detach() for key in self.keys_of_codes())
+            codes, scale = (each.to(device, copy=True, memory_format=torch.contiguous_format) for each in parts)
             if quantizer is not None:
                 return self._of_codes(codes, scale, parameter, rows)
             values = ops.dequantize(codes.view(rows.local), scale, self.quantizer, torch.float32)
@@ -222,7 +227,10 @@ class StoredMoment:
         values = local_itself(state[self.name]).detach().to(device)
         if quantizer is None:
             return self._of_values(values, parameter, rows)
-        codes, scale = quantized(values.float().reshape(rows.in_blocks()[0]), quantizer, rows.place(device))
+        in_blocks = values.float().reshape(rows.in_blocks()[0])
+        if isinstance(quantizer, RootScaling):  # torch.optim's may be infinite, which would make a block NaN
+            in_blocks = in_blocks.clamp(max=LARGEST_ROOT**2)
+        codes, scale = quantized(in_blocks, quantizer, rows.place(device))
         scale = scale.view(grid_shape(rows.local, BLOCK))
         return self._of_codes(codes.view(values.shape), scale, parameter, rows)
 

@@ -48,7 +48,8 @@ class Muon(MomentOptimizer):
     work as in ``AdamW``.
 
     Args:
-        params: Matrices, or groups of matrices. Give embeddings, norms and biases to another optimizer.
+        params: Matrices, or groups of matrices. Give embeddings, norms and biases to another optimizer. Groups may
+            override each option below except ``backend``.
         lr: Learning rate, a float or a tensor of one element.
         weight_decay: Decoupled weight decay.
         momentum: Decay rate of the momentum, at least 0 and below 1.
@@ -73,6 +74,9 @@ class Muon(MomentOptimizer):
 
     moments: ClassVar[dict[str, bool]] = {"momentum_buffer": False}
     rule: ClassVar[Rule] = staticmethod(_rule)
+    refused: ClassVar[dict[str, str]] = {
+        "bf16_stochastic_round": "updates are added to parameters behind the graph, and rounded to the nearest",
+    }
 
     def __init__(
         self,
@@ -149,10 +153,10 @@ class Muon(MomentOptimizer):
         self._updates.clear()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a ``state_dict`` of this optimizer, or one of ``torch.optim.Muon``, whose step count becomes 0."""
+    def adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` of this optimizer, or one of ``torch.optim.Muon`` with the step count 0."""
         state = {index: {"step": 0.0, **each} for index, each in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": state})
+        return {**state_dict, "state": state}
 
     def _apply(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         whole: Any = wrapped_like(update, p)

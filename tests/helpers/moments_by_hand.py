@@ -71,6 +71,7 @@ class AdamWByHand:
     def step(self, grad: np.ndarray) -> None:
         self.steps += 1
         f = np.float32
+        grad = np.where(np.isinf(grad), grad, np.clip(grad, f(-1.8e19), f(1.8e19)))  # what has a finite square
         first, second = (f(beta) for beta in self.betas)
         rest_first, rest_second = (f(1 - beta) for beta in self.betas)
         exp_avg = dequantized(*self.state["exp_avg"], root=False) * first + grad * rest_first

@@ -250,3 +250,20 @@ def test_a_state_of_the_optimizer_itself_is_refused_where_masters_are_kept():
     state = torch.optim.AdamW(model.parameters()).state_dict()
     with pytest.raises(ValueError, match="the state has no master for a quantized weight"):
         masters_of("AdamW", converted()).load_state_dict(state)
+
+
+def test_hooks_of_loading_see_masters_and_run_once(assert_bits_equal):
+    def doubled(optimizer, state):
+        calls.append(("before", len(state["state"])))
+        return {**state, "state": {0: {**state["state"][0], "master": 2 * state["state"][0]["master"]}}}
+
+    calls = []
+    model = converted()
+    optimizer = f8.MasterWeights(torch.optim.AdamW, [model[0].weight])
+    train(model, optimizer, 0, 1)
+    before = optimizer.state_dict()["state"][0]["master"].clone()
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: calls.append(("behind", len(optimizer.state))))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == [("before", 1), ("behind", 1)]
+    assert_bits_equal(optimizer.state_dict()["state"][0]["master"], 2 * before)

@@ -211,6 +211,46 @@ def test_a_nan_in_a_gradient_is_seen_in_its_block_and_nowhere_else():
     assert p.isnan().sum() == 1
 
 
+@pytest.mark.parametrize("large", [1.7e19, 2e19, -1e30, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32])
+def test_a_finite_gradient_whose_square_overflows_moves_its_weight_by_a_few_rates(large, dtype):
+    p = nn.Parameter(torch.zeros(32, 256))
+    optimizer = adamw([p], weight_decay=0.0, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    for step in range(6):
+        p.grad = gradient(p, step)
+        if step == 1:
+            p.grad[3, 130] = large
+        before = p.detach().clone()
+        optimizer.step()
+        assert (p - before).abs().max() < 4 * 1e-2
+
+
+@pytest.mark.parametrize("large", [2e19, -1e30])
+def test_a_step_with_a_large_gradient_has_the_bits_by_hand(large, assert_bits_equal):
+    p = parameter(32, 128)
+    optimizer, by_hand = adamw([p], rounding="nearest"), AdamWByHand(p.detach().numpy(), lr=1e-2)
+    for step in range(3):
+        p.grad = gradient(p, step)
+        p.grad[3, 5] = large if step == 1 else 1.0
+        optimizer.step()
+        by_hand.step(p.grad.numpy())
+        assert_bits_equal(p.detach(), torch.from_numpy(by_hand.parameter), f"step {step}")
+        for name, (codes, scale) in by_hand.state.items():
+            assert_bits_equal(optimizer.state[p][f"{name}_codes"], torch.from_numpy(codes), name)
+            assert_bits_equal(optimizer.state[p][f"{name}_scale"], torch.from_numpy(scale), name)
+
+
+def test_an_infinite_gradient_is_seen_in_its_block_and_nowhere_else():
+    p = parameter(32, 256)
+    optimizer = adamw([p])
+    p.grad = gradient(p, 0)
+    p.grad[3, 130] = -torch.inf
+    optimizer.step()
+    for key in ("exp_avg_scale", "exp_avg_sq_scale"):
+        assert optimizer.state[p][key].isnan().nonzero().tolist() == [[3, 1]]
+    assert p.isnan().nonzero().tolist() == [[3, 130]]
+
+
 # ---------------------------------------------------------------------------------- files
 
 
@@ -257,6 +297,47 @@ def test_a_state_of_torch_optim_loads_rounded_once(assert_bits_equal):
     train([q], optimizer, 3, 4)
 
 
+def test_an_infinite_second_moment_of_torch_optim_loads_as_a_large_one():
+    p, q = parameter(64, 256), parameter(64, 256)
+    plain, optimizer = torch.optim.AdamW([p]), adamw([q])
+    train([p], plain, 0, 1)
+    plain.state[p]["exp_avg_sq"][3, 130] = torch.inf
+    optimizer.load_state_dict(plain.state_dict())
+    before = q.detach().clone()
+    train([q], optimizer, 1, 3)
+    assert q.isfinite().all()
+    assert (q / before)[3, 130].item() == pytest.approx((1 - 1e-3 * 1e-2) ** 2)  # the decay alone, as in torch.optim
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(64, 64, 3, 3), (8, 8, 3, 3)], ids=str)
+def test_a_state_of_a_channels_last_parameter_loads_as_that_of_a_plain_one(shape, dtype):
+    def loaded(memory_format):
+        p = nn.Parameter(parameter(*shape).detach().contiguous(memory_format=memory_format))
+        plain = torch.optim.AdamW([p], lr=1e-2, foreach=False)
+        train([p], plain, 0, 2)
+        assert plain.state[p]["exp_avg"].is_contiguous(memory_format=memory_format)
+        optimizer = adamw([p], exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+        optimizer.load_state_dict(plain.state_dict())
+        train([p], optimizer, 2, 4)
+        return [p], optimizer
+
+    assert differences(*loaded(torch.channels_last), *loaded(torch.contiguous_format)) == []
+
+
+def test_codes_load_whatever_their_strides():
+    p, q = parameter(64, 256), parameter(64, 256)
+    optimizer, other = adamw([p]), adamw([q])
+    train([p], optimizer, 0, 1)
+    state = optimizer.state_dict()
+    turned = {key: value.t().contiguous().t() for key, value in state["state"][0].items() if key != "step"}
+    other.load_state_dict({**state, "state": {0: {**state["state"][0], **turned}}})
+    q.data.copy_(p.data)
+    train([p], optimizer, 1, 2)
+    train([q], other, 1, 2)
+    assert differences([p], optimizer, [q], other) == []
+
+
 def test_codes_load_where_values_are_kept(assert_bits_equal):
     p, q = parameter(64, 160), parameter(64, 160)
     optimizer = adamw([p])
@@ -269,6 +350,50 @@ def test_codes_load_where_values_are_kept(assert_bits_equal):
     ).dequantize()
     assert_bits_equal(other.state[q]["exp_avg"], values)
     assert other.param_groups[0]["exp_avg_dtype"] == torch.float32
+
+
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+def test_hooks_of_loading_see_the_whole_state_and_run_once(kind, assert_bits_equal):
+    def made(names):
+        params = [parameter(64, 128, seed=seed) for seed in range(2)]
+        return params, kind(list(zip(names, params, strict=True)), backend=None)
+
+    def by_name(optimizer, state):  # what PyTorch documents a pre-hook for
+        calls.append(("before", len(state["state"])))
+        places = {name: index for index, name in enumerate(state["param_groups"][0]["param_names"])}
+        names = optimizer.param_groups[0]["param_names"]
+        return {**state, "state": {index: state["state"][places[name]] for index, name in enumerate(names)}}
+
+    calls = []
+    params, optimizer = made(["a", "b"])
+    train(params[:1], optimizer, 0, 1)
+    train(params, optimizer, 1, 2)
+    others, other = made(["b", "a"])
+    handle = other.register_load_state_dict_pre_hook(by_name)
+    other.register_load_state_dict_post_hook(lambda optimizer: calls.append(("behind", len(optimizer.state))))
+    other.load_state_dict(optimizer.state_dict())
+    assert calls == [("before", 2), ("behind", 2)]
+    for p, q in zip(params, reversed(others), strict=True):
+        for key, value in optimizer.state[p].items():
+            assert_bits_equal(other.state[q][key], value, key)
+    handle.remove()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        other.load_state_dict({"state": {}, "param_groups": []})
+    other.load_state_dict(optimizer.state_dict())
+    assert calls[2:] == [("behind", 2)]
+
+
+def test_a_hook_may_change_what_would_be_refused():
+    def without_amsgrad(optimizer, state):
+        return {**state, "param_groups": [{**group, "amsgrad": False} for group in state["param_groups"]]}
+
+    p = parameter(64, 128)
+    theirs = torch.optim.AdamW([p], lr=1e-2, amsgrad=True)
+    train([p], theirs, 0, 1)
+    ours = adamw([p])
+    ours.register_load_state_dict_pre_hook(without_amsgrad)
+    ours.load_state_dict(theirs.state_dict())
+    assert float(ours.state[p]["step"]) == 1
 
 
 def test_a_state_with_amsgrad_is_refused():
@@ -362,6 +487,32 @@ def test_a_parameter_without_gradient_and_its_state_stay():
     optimizer.step()
     assert torch.equal(params[0], values)
     assert all(torch.equal(before[key], value) for key, value in optimizer.state[params[0]].items())
+
+
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+def test_a_step_without_any_gradient_changes_nothing(kind):
+    params, others = [parameter(64, 128)], [parameter(64, 128)]
+    optimizer, other = kind(params, backend=None), kind(others, backend=None)
+    optimizer.step()
+    assert not optimizer.state
+    train(params, optimizer, 0, 2)
+    train(others, other, 0, 2)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert differences(params, optimizer, others, other) == []
+
+
+def test_a_device_without_gradients_does_not_stop_the_step_of_another():
+    params = [parameter(64, 128), nn.Parameter(torch.empty(64, 128, device="meta"))]
+    optimizer = adamw(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = params[0].detach().clone()
+    params[1].grad = None
+    optimizer.step()
+    assert (params[0] != before).all()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [2, 1]
 
 
 def test_a_group_that_is_added_has_a_state_of_its_own():
@@ -466,6 +617,18 @@ def test_options_that_are_refused(options, says):
 def test_a_group_is_refused_what_the_optimizer_is():
     with pytest.raises(ValueError, match="amsgrad is True; a third moment"):
         adamw([{"params": [parameter(4, 4)], "amsgrad": True}])
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+def test_a_group_has_no_backend_of_its_own(kind, backend):
+    says = f"{kind.__name__}: a group has backend={backend!r}; one graph steps all groups. Give it to the optimizer"
+    with pytest.raises(ValueError, match=says):
+        kind([{"params": [parameter(4, 4)], "backend": backend}])
+    optimizer = kind([parameter(4, 4)], backend=None)
+    with pytest.raises(ValueError, match=says):
+        optimizer.add_param_group({"params": [parameter(4, 4)], "backend": backend})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": False}, {"foreach": None, "capturable": False}])

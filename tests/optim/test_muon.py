@@ -95,6 +95,13 @@ def test_options_that_are_refused(options, says):
         muon([parameter(4, 4)], **options)
 
 
+def test_a_group_is_refused_stochastic_rounding_of_parameters():
+    group = {"params": [parameter(4, 4, dtype=torch.bfloat16)], "bf16_stochastic_round": True}
+    with pytest.raises(ValueError, match=r"Muon: bf16_stochastic_round is True; .* rounded to the nearest\. Leave"):
+        muon([group])
+    assert muon([{**group, "bf16_stochastic_round": False}]).param_groups[0]["lr"] == 1e-2
+
+
 def test_what_is_no_matrix_is_refused():
     with pytest.raises(ValueError, match=r"a parameter has shape \(4,\); it is a matrix"):
         muon([nn.Parameter(torch.zeros(4))])
