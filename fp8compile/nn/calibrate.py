@@ -20,13 +20,16 @@ from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Rec
 __all__ = ["calibrate", "set_row"]
 
 
-def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """Return a DelayedScaling that makes the same codes as ``quantizer`` from the same scale; None if none can."""
+def _delayed(quantizer: Quantizer | None, like: DelayedScaling) -> DelayedScaling | None:
+    """Return a DelayedScaling that makes the same codes as ``quantizer`` from the same scale; None if none can.
+
+    ``like`` has the history and the algorithm.
+    """
     if isinstance(quantizer, DelayedScaling):
         return quantizer
     if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):
         return None
-    return DelayedScaling(format=quantizer.format, history=1)
+    return replace(like, format=quantizer.format, margin=0)
 
 
 def _static(recipe: Recipe) -> Recipe | None:
@@ -34,9 +37,10 @@ def _static(recipe: Recipe) -> Recipe | None:
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}
+    like = next((each for each in recipe.delayed() if each is not None), DelayedScaling(history=1))
     for slots in (("input", "input_for_grad_weight"), ("weight", "weight_for_grad_input")):
         given = [getattr(recipe, slot) for slot in slots]
-        found = [None if each is None else _delayed(each) for each in given]
+        found = [None if each is None else _delayed(each, like) for each in given]
         if found[0] is None or (given[1] is not None and found[1] != found[0]):
             return None
         own.update(zip(slots, found, strict=True))
@@ -44,7 +48,7 @@ def _static(recipe: Recipe) -> Recipe | None:
 
 
 @contextmanager
-def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
+def _amaxes_of_inputs(layers: dict[Linear, Recipe]) -> Iterator[dict[Linear, Tensor]]:
     """Context that yields a dict: for each layer, the amax of its inputs in all calls so far, () float32."""
     found: dict[Linear, Tensor] = {}
 
@@ -53,7 +57,7 @@ def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
         x: Tensor = args[0]
         if (dtype := autocast_dtype(x)) is not None:
             x = x.to(dtype)
-        quantizer: Any = _delayed(layer.recipe.input)
+        quantizer: Any = layers[layer].input
         amax = ops.amax(x.detach(), quantizer).view(())
         found[layer] = torch.maximum(found[layer], amax) if layer in found else amax
 
@@ -76,7 +80,7 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
     for layer in layers:
         if is_dtensor(layer.weight):
             raise ValueError(f"calibrate: {names[layer]} is spread over ranks. Calibrate on one process.")
-        if layer.is_quantized() and not layer.recipe.history():
+        if layer.is_quantized() and not isinstance(layer.recipe.weight, DelayedScaling):
             raise ValueError(
                 f"calibrate: the weight of {names[layer]} is codes already. Calibrate first, then freeze_weights."
             )
@@ -94,13 +98,27 @@ def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) ->
     layer.multiplier[row] = multiplier
 
 
+def _make_static(layer: Linear, recipe: Recipe, amax: Tensor) -> None:
+    """Give a layer the stored scales of ``recipe``, which `_static` made; ``amax`` is that of its inputs."""
+    of_input, of_weight, before = recipe.input, recipe.weight, layer.recipe
+    assert isinstance(of_input, DelayedScaling)
+    assert isinstance(of_weight, DelayedScaling)
+    if not before.history():
+        become_float8(layer, recipe, None)
+    elif not (isinstance(before.input, DelayedScaling) and isinstance(before.weight, DelayedScaling)):
+        layer.recipe = recipe  # with the state that it has
+    if not isinstance(before.weight, DelayedScaling):
+        set_row(layer, ROW_OF_WEIGHT, of_weight, layer.weight.abs().amax().float())
+    set_row(layer, ROW_OF_INPUT, of_input, amax)
+
+
 def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     """Set static scales of the inputs of a model's layers, in place, from the values in a pass over data.
 
     A layer whose recipe has one scale for the whole input and one for the whole weight gets delayed scaling. Its
-    multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. If the layer
-    has delayed scaling already, only the input's multiplier is set. A forward does not change multipliers; a later
-    backward does, as in training with delayed scaling. Experts, and layers with scales of blocks, are not changed.
+    multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. A weight
+    with delayed scaling keeps its multiplier. A forward does not change multipliers; a later backward does, as in
+    training with delayed scaling. Experts, and layers with scales of blocks, are not changed.
 
     Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes the
     static scales, if the checkpoint format has static scales.
@@ -123,7 +141,7 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     every = [module for module in model.modules() if isinstance(module, Linear)]
     layers = {layer: own for layer in every if (own := _static(layer.recipe)) is not None}
     _check(model, layers, names)
-    with torch.no_grad(), _amaxes_of_inputs(list(layers)) as amaxes:
+    with torch.no_grad(), _amaxes_of_inputs(layers) as amaxes:
         run(model)
     for layer in layers:
         if layer not in amaxes:
@@ -132,11 +150,5 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
             raise ValueError(f"calibrate: the inputs of {names[layer]} have amax {amaxes[layer].item()}.")
     with torch.no_grad():
         for layer, recipe in layers.items():
-            of_input, of_weight, _ = recipe.delayed()
-            assert of_input is not None
-            assert of_weight is not None
-            if not layer.recipe.history():
-                become_float8(layer, recipe, None)
-                set_row(layer, ROW_OF_WEIGHT, of_weight, layer.weight.abs().amax().float())
-            set_row(layer, ROW_OF_INPUT, of_input, amaxes[layer])
+            _make_static(layer, recipe, amaxes[layer])
     return model

@@ -267,6 +267,34 @@ def test_layers_with_delayed_scaling_are_calibrated_anew():
     model(x).float().square().mean().backward()  # trains on
 
 
+def partly_delayed(history, *tensors):
+    """Tensorwise codes, for ``tensors`` by delayed scaling and for the others by current scaling."""
+    recipe = f8.recipes.tensorwise()
+    slots = [slot for slot in ("input", "weight", "grad_output") if slot in tensors]
+    slots += [
+        {"input": "input_for_grad_weight", "weight": "weight_for_grad_input"}.get(slot, f"{slot}_for_grad_weight")
+        for slot in slots
+    ]
+    return dataclasses.replace(
+        recipe, **{slot: f8.DelayedScaling(format=getattr(recipe, slot).format, history=history) for slot in slots}
+    )
+
+
+@pytest.mark.parametrize("history", [1, 16])
+@pytest.mark.parametrize("delayed", [("grad_output",), ("input", "grad_output"), ("weight",)], ids="+".join)
+def test_layers_with_delayed_scaling_of_some_tensors_are_calibrated(history, delayed):
+    model, x = model_of(partly_delayed(history, *delayed)), rows()
+    for _ in range(2):
+        model(x).float().square().mean().backward()
+    before, layer = model[0].multiplier.clone(), model[0]
+    f8.calibrate(model, lambda given: given(x * 4))
+    assert layer.recipe == partly_delayed(history, "input", "weight", *delayed)
+    assert layer.multiplier[0] == 448 / (4 * x.float().abs().max())
+    assert layer.multiplier[1] == (before[1] if "weight" in delayed else 448 / layer.weight.float().abs().max())
+    assert torch.equal(layer.multiplier[2], before[2])
+    model(x).float().square().mean().backward()  # trains on
+
+
 @pytest.mark.parametrize(
     ("recipe", "run", "text"),
     [
