@@ -14,6 +14,7 @@ from fp8compile import ops
 from fp8compile._compat import autocast_dtype, is_dtensor
 from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.linear import Linear, become_float8
+from fp8compile.nn.share_outer_scale import check_whole_groups
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
 
@@ -84,6 +85,7 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
             raise ValueError(
                 f"calibrate: the weight of {names[layer]} is codes already. Calibrate first, then freeze_weights."
             )
+    check_whole_groups("calibrate", layers, names)
 
 
 def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
@@ -98,17 +100,25 @@ def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) ->
     layer.multiplier[row] = multiplier
 
 
+def _amax_of_weights(layer: Linear) -> Tensor:
+    """Return the amax of a layer's weight, or of all weights that share its outer scale, () float32."""
+    weights: list[Any] = [each.weight for each in layer.scale_group or (layer,)]
+    return torch.stack([each.abs().amax().float() for each in weights]).amax()
+
+
 def _make_static(layer: Linear, recipe: Recipe, amax: Tensor) -> None:
     """Give a layer the stored scales of ``recipe``, which `_static` made; ``amax`` is that of its inputs."""
     of_input, of_weight, before = recipe.input, recipe.weight, layer.recipe
     assert isinstance(of_input, DelayedScaling)
     assert isinstance(of_weight, DelayedScaling)
+    of_weights = None if isinstance(before.weight, DelayedScaling) else _amax_of_weights(layer)
+    layer.scale_group, layer.scale_quantizer = (), None
     if not before.history():
         become_float8(layer, recipe, None)
     elif not (isinstance(before.input, DelayedScaling) and isinstance(before.weight, DelayedScaling)):
         layer.recipe = recipe  # with the state that it has
-    if not isinstance(before.weight, DelayedScaling):
-        set_row(layer, ROW_OF_WEIGHT, of_weight, layer.weight.abs().amax().float())
+    if of_weights is not None:
+        set_row(layer, ROW_OF_WEIGHT, of_weight, of_weights)
     set_row(layer, ROW_OF_INPUT, of_input, amax)
 
 
@@ -119,6 +129,9 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. A weight
     with delayed scaling keeps its multiplier. A forward does not change multipliers; a later backward does, as in
     training with delayed scaling. Experts, and layers with scales of blocks, are not changed.
+
+    Layers that share an outer scale get the multiplier of the largest of their weights. They no longer share it in a
+    later training, where each has a state of its own.
 
     Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes the
     static scales, if the checkpoint format has static scales.
@@ -133,8 +146,8 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     Raises:
         TypeError: The model is not a module.
         ValueError: The model is compiled, no layer has one scale per tensor, a layer's weight is spread over ranks or
-            quantized without delayed scaling, ``run`` did not call a layer, or a layer's inputs have an amax of 0,
-            infinity or NaN. The model is unchanged then.
+            quantized without delayed scaling, a layer shares an outer scale with a layer outside of the model, ``run``
+            did not call a layer, or a layer's inputs have an amax of 0, infinity or NaN. The model is unchanged then.
     """
     check_model("calibrate", model)
     names = {module: name or "the model" for name, module in model.named_modules()}

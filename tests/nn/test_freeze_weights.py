@@ -267,6 +267,28 @@ def test_layers_with_delayed_scaling_are_calibrated_anew():
     model(x).float().square().mean().backward()  # trains on
 
 
+def test_calibrated_layers_keep_the_outer_scale_that_they_share():
+    model, x = attention(f8.recipes.tensorwise()), rows()
+    with torch.no_grad():
+        expected, exported = model(x), dict(f8.export.tensors(model, "compressed-tensors"))
+        f8.calibrate(model, lambda given: given(x))
+        assert torch.equal(model(x), expected)
+        f8.freeze_weights(model)
+        assert torch.equal(model(x), expected)
+    assert torch.equal(model.q_proj.multiplier, model.k_proj.multiplier)
+    found = dict(f8.export.tensors(model, "compressed-tensors"))
+    assert all(torch.equal(each.view(torch.uint8), found[key].view(torch.uint8)) for key, each in exported.items())
+    model = f8.calibrate(attention(f8.recipes.tensorwise()), lambda given: given(x))
+    model(x).float().square().mean().backward()  # trains on, by a state for each layer
+
+
+def test_a_part_of_the_layers_that_share_an_outer_scale_is_not_calibrated():
+    model = attention(f8.recipes.tensorwise())
+    with pytest.raises(ValueError, match="calibrate, and the model shares an outer scale with layers"):
+        f8.calibrate(model.q_proj, lambda given: given(rows()))
+    assert model.q_proj.recipe == f8.recipes.tensorwise()
+
+
 def partly_delayed(history, *tensors):
     """Tensorwise codes, for ``tensors`` by delayed scaling and for the others by current scaling."""
     recipe = f8.recipes.tensorwise()
