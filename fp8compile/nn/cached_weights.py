@@ -62,9 +62,19 @@ class KeepsCodes(Module):
     _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
 
     def _set_caching(self, recipe: Recipe) -> None:
-        """Store ``recipe.cache_weights``; raise a ValueError if it is True and this layer can't keep codes."""
+        """Store ``recipe.cache_weights``; raise a ValueError if it is True and this layer can't keep codes.
+
+        If it is False, drop kept codes.
+        """
         check_caches(recipe, self)
         self._caches_weights = recipe.cache_weights
+        if not recipe.cache_weights:
+            self.forget_codes()
+
+    def forget_codes(self) -> None:
+        """Drop the codes that are kept beside the layer's weights."""
+        for weight in self._parameters.values():
+            forget_codes(weight)
 
     def cached_weights(self) -> Mapping[str, bool]:
         """Return {name: whether it is stored transposed} for parameters whose codes may be kept between steps."""
@@ -112,8 +122,7 @@ class KeepsCodes(Module):
     def _forget_before_a_swap(self) -> None:
         """Drop kept codes before PyTorch swaps a weight's tensor: the swap fails if a weak reference to it exists."""
         if torch.__future__.get_swap_module_params_on_conversion():
-            for weight in self._parameters.values():
-                forget_codes(weight)
+            self.forget_codes()
 
     def check_gathered_as_codes(self, weight: Tensor) -> None:
         """Raise a ValueError if the recipe has ``cache_weights`` and ``weight`` holds values, not codes.

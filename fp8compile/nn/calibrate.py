@@ -14,19 +14,23 @@ from fp8compile import ops
 from fp8compile._compat import autocast_dtype, is_dtensor
 from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.linear import Linear, become_float8
+from fp8compile.nn.share_outer_scale import check_whole_groups
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
 
 __all__ = ["calibrate", "set_row"]
 
 
-def _delayed(quantizer: Quantizer | None) -> DelayedScaling | None:
-    """Return a DelayedScaling that makes the same codes as ``quantizer`` from the same scale; None if none can."""
+def _delayed(quantizer: Quantizer | None, like: DelayedScaling) -> DelayedScaling | None:
+    """Return a DelayedScaling that makes the same codes as ``quantizer`` from the same scale; None if none can.
+
+    ``like`` has the history and the algorithm.
+    """
     if isinstance(quantizer, DelayedScaling):
         return quantizer
     if not isinstance(quantizer, CurrentScaling) or quantizer != CurrentScaling(format=quantizer.format):
         return None
-    return DelayedScaling(format=quantizer.format, history=1)
+    return replace(like, format=quantizer.format, margin=0)
 
 
 def _static(recipe: Recipe) -> Recipe | None:
@@ -34,9 +38,10 @@ def _static(recipe: Recipe) -> Recipe | None:
     if recipe.dequantized_output or recipe.dequantized_gradients:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}
+    like = next((each for each in recipe.delayed() if each is not None), DelayedScaling(history=1))
     for slots in (("input", "input_for_grad_weight"), ("weight", "weight_for_grad_input")):
         given = [getattr(recipe, slot) for slot in slots]
-        found = [None if each is None else _delayed(each) for each in given]
+        found = [None if each is None else _delayed(each, like) for each in given]
         if found[0] is None or (given[1] is not None and found[1] != found[0]):
             return None
         own.update(zip(slots, found, strict=True))
@@ -44,7 +49,7 @@ def _static(recipe: Recipe) -> Recipe | None:
 
 
 @contextmanager
-def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
+def _amaxes_of_inputs(layers: dict[Linear, Recipe]) -> Iterator[dict[Linear, Tensor]]:
     """Context that yields a dict: for each layer, the amax of its inputs in all calls so far, () float32."""
     found: dict[Linear, Tensor] = {}
 
@@ -53,7 +58,7 @@ def _amaxes_of_inputs(layers: list[Linear]) -> Iterator[dict[Linear, Tensor]]:
         x: Tensor = args[0]
         if (dtype := autocast_dtype(x)) is not None:
             x = x.to(dtype)
-        quantizer: Any = _delayed(layer.recipe.input)
+        quantizer: Any = layers[layer].input
         amax = ops.amax(x.detach(), quantizer).view(())
         found[layer] = torch.maximum(found[layer], amax) if layer in found else amax
 
@@ -76,10 +81,11 @@ def _check(model: nn.Module, layers: dict[Linear, Recipe], names: dict[nn.Module
     for layer in layers:
         if is_dtensor(layer.weight):
             raise ValueError(f"calibrate: {names[layer]} is spread over ranks. Calibrate on one process.")
-        if layer.is_quantized() and not layer.recipe.history():
+        if layer.is_quantized() and not isinstance(layer.recipe.weight, DelayedScaling):
             raise ValueError(
                 f"calibrate: the weight of {names[layer]} is codes already. Calibrate first, then freeze_weights."
             )
+    check_whole_groups("calibrate", layers, names)
 
 
 def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) -> None:
@@ -94,13 +100,38 @@ def set_row(layer: Linear, row: int, quantizer: DelayedScaling, amax: Tensor) ->
     layer.multiplier[row] = multiplier
 
 
+def _amax_of_weights(layer: Linear) -> Tensor:
+    """Return the amax of a layer's weight, or of all weights that share its outer scale, () float32."""
+    weights: list[Any] = [each.weight for each in layer.scale_group or (layer,)]
+    return torch.stack([each.abs().amax().float() for each in weights]).amax()
+
+
+def _make_static(layer: Linear, recipe: Recipe, amax: Tensor) -> None:
+    """Give a layer the stored scales of ``recipe``, which `_static` made; ``amax`` is that of its inputs."""
+    of_input, of_weight, before = recipe.input, recipe.weight, layer.recipe
+    assert isinstance(of_input, DelayedScaling)
+    assert isinstance(of_weight, DelayedScaling)
+    of_weights = None if isinstance(before.weight, DelayedScaling) else _amax_of_weights(layer)
+    layer.scale_group, layer.scale_quantizer = (), None
+    if not before.history():
+        become_float8(layer, recipe, None)
+    elif not (isinstance(before.input, DelayedScaling) and isinstance(before.weight, DelayedScaling)):
+        layer.recipe = recipe  # with the state that it has
+    if of_weights is not None:
+        set_row(layer, ROW_OF_WEIGHT, of_weight, of_weights)
+    set_row(layer, ROW_OF_INPUT, of_input, amax)
+
+
 def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     """Set static scales of the inputs of a model's layers, in place, from the values in a pass over data.
 
     A layer whose recipe has one scale for the whole input and one for the whole weight gets delayed scaling. Its
-    multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. If the layer
-    has delayed scaling already, only the input's multiplier is set. A forward does not change multipliers; a later
-    backward does, as in training with delayed scaling. Experts, and layers with scales of blocks, are not changed.
+    multipliers (1 / scale) come from the largest magnitudes of its inputs in this pass and of its weight. A weight
+    with delayed scaling keeps its multiplier. A forward does not change multipliers; a later backward does, as in
+    training with delayed scaling. Experts, and layers with scales of blocks, are not changed.
+
+    Layers that share an outer scale get the multiplier of the largest of their weights. They no longer share it in a
+    later training, where each has a state of its own.
 
     Call `freeze_weights` after this to replace the weights by codes. ``fp8compile.export.save_pretrained`` writes the
     static scales, if the checkpoint format has static scales.
@@ -115,15 +146,15 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
     Raises:
         TypeError: The model is not a module.
         ValueError: The model is compiled, no layer has one scale per tensor, a layer's weight is spread over ranks or
-            quantized without delayed scaling, ``run`` did not call a layer, or a layer's inputs have an amax of 0,
-            infinity or NaN. The model is unchanged then.
+            quantized without delayed scaling, a layer shares an outer scale with a layer outside of the model, ``run``
+            did not call a layer, or a layer's inputs have an amax of 0, infinity or NaN. The model is unchanged then.
     """
     check_model("calibrate", model)
     names = {module: name or "the model" for name, module in model.named_modules()}
     every = [module for module in model.modules() if isinstance(module, Linear)]
     layers = {layer: own for layer in every if (own := _static(layer.recipe)) is not None}
     _check(model, layers, names)
-    with torch.no_grad(), _amaxes_of_inputs(list(layers)) as amaxes:
+    with torch.no_grad(), _amaxes_of_inputs(layers) as amaxes:
         run(model)
     for layer in layers:
         if layer not in amaxes:
@@ -132,11 +163,5 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
             raise ValueError(f"calibrate: the inputs of {names[layer]} have amax {amaxes[layer].item()}.")
     with torch.no_grad():
         for layer, recipe in layers.items():
-            of_input, of_weight, _ = recipe.delayed()
-            assert of_input is not None
-            assert of_weight is not None
-            if not layer.recipe.history():
-                become_float8(layer, recipe, None)
-                set_row(layer, ROW_OF_WEIGHT, of_weight, layer.weight.abs().amax().float())
-            set_row(layer, ROW_OF_INPUT, of_input, amaxes[layer])
+            _make_static(layer, recipe, amaxes[layer])
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,12 +79,42 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def _groups(
-    model: nn.Module, recipes: dict[nn.Module, Recipe], given: Groups, *, quantized_parameters: bool
-) -> list[tuple[nn.Module, ...]]:
-    """Return the groups of layers that share an outer scale, from convert's ``share_outer_scale`` (``given``).
+def _already(model: nn.Module, layer: nn.Module, lacks: str) -> ValueError:
+    (name, *_) = dict(layers(model))[layer]
+    return ValueError(
+        f"convert: {name or 'the model'} is converted already, and {lacks}. Call fp8compile.revert(model) first, or "
+        "leave it out by the filter."
+    )
 
-    Raise a ValueError if ``quantized_parameters`` is True too.
+
+def _check_again(
+    model: nn.Module,
+    again: dict[nn.Module, Recipe],
+    amax_group: ProcessGroup | None,
+    *,
+    quantized_parameters: bool,
+) -> None:
+    """Raise a ValueError if layers that are converted already, ``again``, are not what these arguments ask for."""
+    for each, recipe in again.items():
+        layer: Any = each
+        if quantized_parameters and not layer.is_quantized():
+            raise _already(model, layer, "its weights are values, without quantized_parameters")
+        if amax_group is not None and recipe.history() and layer.amax_group != amax_group.group_name:
+            raise _already(model, layer, "reduces amaxes over no such amax_group")
+
+
+def _groups(
+    model: nn.Module,
+    recipes: dict[nn.Module, Recipe],
+    again: dict[nn.Module, Recipe],
+    given: Groups,
+    *,
+    quantized_parameters: bool,
+) -> list[tuple[nn.Module, ...]]:
+    """Return the groups of layers that are to share an outer scale, from convert's ``share_outer_scale`` (``given``).
+
+    ``recipes`` has the layers that are converted now, ``again`` those that are converted already; groups of these are
+    left out. Raise a ValueError if they are other groups than before, or if ``quantized_parameters`` is True too.
     """
     if given is False:
         return []
@@ -92,7 +123,13 @@ def _groups(
             "convert: share_outer_scale, and quantized_parameters: a write to one weight would change the codes of "
             "the others. Leave one of them out; fp8compile.load_quantized keeps the scales that a checkpoint has."
         )
-    return scale_groups(model, recipes, given)
+    found = []
+    for group in scale_groups(model, {**again, **recipes}, given):
+        if (known := next((layer for layer in group if layer in again), None)) is None:
+            found.append(group)
+        elif set(getattr(known, "scale_group", ())) != set(group):
+            raise _already(model, known, "shares no outer scale with exactly the layers of its group")
+    return found
 
 
 def convert(
@@ -154,7 +191,8 @@ def convert(
         TypeError: An argument has a wrong type.
         ValueError: The model has no layers, or with ``strict`` none is converted. Layers of a group in
             ``share_outer_scale`` have no common recipe, or have delayed scaling, a transform or quantized parameters.
-            A pattern matches no layer. A layer is converted already with another recipe. The model was compiled,
+            A pattern matches no layer. A layer is converted already with another recipe, another ``amax_group`` or
+            ``share_outer_scale`` than given, or without the ``quantized_parameters`` that are. The model was compiled,
             scripted or exported. ``keep_ends`` or ``tail`` is out of range; ``tail_recipe``, ``keep_initial`` or
             ``amax_group`` is given without what it is for. A recipe has ``cache_weights``, and its layer can't keep
             codes. With ``quantized_parameters``: a recipe needs a weight's values, a weight is shared with
@@ -167,14 +205,15 @@ def convert(
     _check_not_frozen(model)
     recipe = with_tail(model, recipe, tail, tail_recipe)
     plan, again = recipes_and_reasons(model, recipe, filter, keep_ends)
-    given = [own for own, _ in plan.values() if own is not None]
+    given = [own for own, _ in plan.values() if own is not None] + list(again.values())
     check_amax_group("convert", given, amax_group, none_has="no layer gets")
     if keep_initial and not quantized_parameters:
         raise ValueError("convert: keep_initial is for quantized_parameters=True; else weights keep their values.")
+    _check_again(model, again, amax_group, quantized_parameters=quantized_parameters)
     chosen = {layer: own for layer, (own, _) in plan.items() if own is not None}
     if quantized_parameters:
         check_weights(model, chosen)
-    groups = _groups(model, chosen, share_outer_scale, quantized_parameters=quantized_parameters)
+    groups = _groups(model, chosen, again, share_outer_scale, quantized_parameters=quantized_parameters)
     shared = {layer for group in groups for layer in group}
     for layer, chosen_recipe in chosen.items():
         check_caches(chosen_recipe, layer, shares_scale=layer in shared)

@@ -115,6 +115,8 @@ def cannot_go_back(layer: nn.Module) -> str | None:
 
 def go_back(layer: nn.Module) -> None:
     """Revert a converted layer in place, to the class that it had before `put_in_float8`."""
+    if is_converted(layer):
+        layer.forget_codes()
     if isinstance(layer, Linear):
         become_plain(layer)
         plain: Any = layer._plain

@@ -13,6 +13,7 @@ from fp8compile._compat import local_itself
 from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.convertible_layers import is_converted, weight_names
 from fp8compile.nn.quantize_weights import check_weights, quantize_weights
+from fp8compile.nn.share_outer_scale import check_whole_groups
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import QuantizedParameter, in_place_of, is_quantized_parameter
 
@@ -102,7 +103,8 @@ def freeze_weights(model: Model) -> Model:
         TypeError: The model is not a module.
         ValueError: The model has no FP8 layer; or a weight can't be kept as the forward's codes alone: it is shared
             with a layer that is not converted, FSDP2 has sharded it, it has two sets of codes and is spread over
-            ranks, or its recipe has delayed scaling for one GEMM only. The model is unchanged then.
+            ranks, its recipe has delayed scaling for one GEMM only, or it shares an outer scale with a layer outside
+            of the model. The model is unchanged then.
     """
     check_model(FUNCTION, model)
     found: list[Any] = [module for module in model.modules() if is_converted(module)]
@@ -114,6 +116,7 @@ def freeze_weights(model: Model) -> Model:
     quantized = [layer for layer in found if layer in recipes and layer.is_quantized()]
     values = {layer: own for layer, own in recipes.items() if layer not in quantized}
     check_weights(model, values, function=FUNCTION)
+    check_whole_groups(FUNCTION, values, {module: name for name, module in model.named_modules()})
     _check_codes(quantized)
     for layer in found:
         layer.recipe = recipes.get(layer, layer.recipe)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8compile._compat import allow_group_in_subclass, is_dtensor, is_fsdp, local_itself
 from fp8compile.nn.convertible_layers import weight_names
 from fp8compile.nn.experts.known_modules import as_it_lies, holds_no_stacks
+from fp8compile.nn.linear import Linear
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.nn.tensor_parallel_weights import not_placed, quantized_part, unwritten
 from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
@@ -52,15 +53,26 @@ def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
     return tuple(as_it_lies(layer, each) for each in slots)
 
 
-def _codes(layer: Any, weight: Tensor) -> Tensor:
+def _codes(layer: Any, weight: Tensor, outer_amax: Tensor | None) -> Tensor:
     sets = _sets_as_it_lies(layer, layer.recipe)
     if weight.ndim == 3:
         return QuantizedParameter.of(weight, *sets, batch=1)
     if isinstance(layer.recipe.weight, DelayedScaling):
         return unwritten(weight, layer.recipe.weight)
     if is_dtensor(weight):
-        return quantized_part(weight, sets)
-    return QuantizedParameter.of(weight, *sets)
+        return quantized_part(weight, sets, outer_amax)
+    return QuantizedParameter.of(weight, *sets, outer_amax=outer_amax)
+
+
+def _shared_amax(layer: nn.Module) -> Tensor | None:
+    """Return the amax over all weights that share the layer's outer scale, (1,) float32; None if none do."""
+    amax = layer.outer_amax() if isinstance(layer, Linear) else None
+    return None if amax is None else local_itself(amax)
+
+
+def _group(layer: nn.Module) -> set[int]:
+    """Return the ids of the weights with which a layer's weight shares an outer scale."""
+    return {id(each.weight) for each in getattr(layer, "scale_group", ())}
 
 
 def _check_shared(
@@ -97,6 +109,11 @@ def _check_shared(
             f"{function}, and {name} shares its weight with {names[first]}, of which one keeps it "
             "as (in_features, out_features) and one as (out_features, in_features), so that their codes differ. Leave "
             "both out by the filter, or take a recipe whose codes don't, such as fp8compile.recipes.tensorwise()."
+        )
+    if _group(module) != _group(first):
+        raise ValueError(
+            f"{function}, and {name} shares its weight with {names[first]}, and the two share outer scales with "
+            "different layers, so that their codes differ. Convert without share_outer_scale."
         )
 
 
@@ -159,13 +176,16 @@ def put_codes(layer: Any, name: str, codes: nn.Parameter) -> None:
 def quantize_weights(layers: Iterable[Any], *, keep_initial: bool) -> None:
     """Replace the weights of layers by codes and scales; shared weights stay shared.
 
-    Call `check_weights` first. With ``keep_initial``, a weight also keeps the values before quantization.
+    Call `check_weights` first. With ``keep_initial``, a weight also keeps the values before quantization. Weights that
+    share an outer scale keep sharing it.
     """
     made: dict[Tensor, nn.Parameter] = {}
+    layers = list(layers)
+    outer_amaxes = {layer: _shared_amax(layer) for layer in layers}  # before any of the weights is replaced
     for layer, name in [(each, name) for each in layers for name in weight_names(each)]:
         weight = getattr(layer, name)
         if weight not in made:
-            made[weight] = as_parameter(weight, name, _codes(layer, weight.detach()))
+            made[weight] = as_parameter(weight, name, _codes(layer, weight.detach(), outer_amaxes[layer]))
             if keep_initial:
                 local_itself(made[weight]).initial = local_itself(weight).detach()
         put_codes(layer, name, made[weight])

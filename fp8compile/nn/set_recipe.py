@@ -14,6 +14,8 @@ from fp8compile.quantizers import GEMMS, Recipe
 
 __all__ = ["set_recipe"]
 
+OF_ALL_PRODUCTS = ("emulate", "by_mx")  # fields of a recipe
+
 
 def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
     taken = forward or Recipe()
@@ -53,8 +55,11 @@ def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | No
         return "it shares an outer scale with other layers"
     if hasattr(layer, "graph_fsdp") or hasattr(layer, "weight_scales"):
         return "FSDP gathers what its first recipe multiplies"
-    if forward is not None and forward.emulate and not layer.recipe.emulate:
-        return "emulate=True holds for all products of a layer, and its own recipe has not; convert with emulate=True"
+    for name in OF_ALL_PRODUCTS:
+        if getattr(forward, name, False) and not getattr(layer.recipe, name):
+            return (
+                f"{name}=True holds for all products of a layer, and its own recipe has not; convert with {name}=True"
+            )
     changed = _with_forward(layer.recipe, forward)
     if changed.cache_weights and (reason := why_not_cached(changed, layer)) is not None:
         return f"its recipe has cache_weights, and {reason}"
@@ -81,8 +86,8 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
         TypeError: The model is not a module, or ``forward`` is not a recipe.
         ValueError: The model has no FP8 layer, or a layer's forward can't be changed: the layer has delayed scaling, a
             quantized weight, an outer scale that layers share, or was prepared for FSDP by this package; or it has
-            ``cache_weights`` and could not keep codes; or experts do not support the recipe; or ``forward`` emulates
-            and the layer's recipe does not. Nothing is changed then.
+            ``cache_weights`` and could not keep codes; or experts do not support the recipe; or ``forward`` has
+            ``emulate`` or ``by_mx``, and the layer's recipe has not. Nothing is changed then.
     """
     check_model("set_recipe", model)
     if forward is not None and not isinstance(forward, Recipe):

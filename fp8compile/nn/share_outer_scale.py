@@ -5,7 +5,7 @@ share_outer_scale=[("q_proj", "k_proj", "v_proj")]  --modules of one parent--> g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from fp8compile.ops.layer.quantize_over_ranks import has_one_scale
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.tensor import shown
 
-__all__ = ["FUSED", "Groups", "scale_groups", "share_scales"]
+__all__ = ["FUSED", "Groups", "check_whole_groups", "scale_groups", "share_scales"]
 
 # Layers that vLLM and SGLang multiply as one, by their names in models of transformers. They take the largest of the
 # outer scales, and keep the codes.
@@ -87,6 +87,20 @@ def scale_groups(model: nn.Module, recipes: Mapping[nn.Module, Recipe], given: o
             "parent."
         )
     return groups
+
+
+def check_whole_groups(function: str, layers: Collection[nn.Module], names: Mapping[nn.Module, str]) -> None:
+    """Raise a ValueError if one of ``layers`` shares an outer scale with a layer of values that is not one of them.
+
+    ``function`` is the beginning of the error's text.
+    """
+    for layer in layers:
+        others = [each for each in getattr(layer, "scale_group", ()) if isinstance(each, Linear)]
+        if any(each not in layers and not each.is_quantized() for each in others):
+            raise ValueError(
+                f"{function}, and {names[layer] or 'the model'} shares an outer scale with layers outside of this "
+                "model. Give a model that has all layers of the group."
+            )
 
 
 def share_scales(groups: Iterable[tuple[nn.Module, ...]]) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, chunk_sizes, split_axes
 from fp8compile.layout.four_bit_packing import two_a_byte
-from fp8compile.layout.quantized import Quantized
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.placed_like import wrapped_like
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
     QuantizedParameter,
@@ -90,18 +91,23 @@ def placements_of_outer_scale(weight: DTensor) -> list[Any]:
     return found
 
 
-def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer]) -> Tensor:
+def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer], outer_amax: Tensor | None = None) -> Tensor:
     """Quantize this rank's shard of a DTensor; return a DTensor of a QuantizedParameter.
 
     There are two quantizers if grad_input reads separate codes. No shard may end within a block; see `not_placed`.
-    All ranks that share a scale call this.
+    ``outer_amax`` is the amax, (1,) float32, for the weight's one scale, if other weights share the scale. All ranks
+    that share a scale call this.
     """
     local, mesh = _compat.local_itself(weight).detach(), weight.device_mesh
     options = {}
     for index, dim in sharded_dims(weight.placements):
         sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
-    sets = [_codes_of(local, quantizer, options) for quantizer in quantizers]
+    if outer_amax is None:
+        sets = [_codes_of(local, quantizer, options) for quantizer in quantizers]
+    else:
+        part = Plain(local, TensorLayout(sharding_of(weight)))
+        sets = [_by_outer_amax(part, quantizer, outer_amax) for quantizer in quantizers]
     options.pop("sizes", None)
     return wrapped_like(QuantizedParameter.of_sets(sets, local.dtype, **options), weight)
 
@@ -111,6 +117,13 @@ def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Q
     q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
     codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
     return Quantized(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
+
+
+def _by_outer_amax(part: Plain, quantizer: Quantizer, outer_amax: Tensor) -> Quantized:
+    """Quantize a rank's shard of a weight, of which no block is on two ranks, with a scale that weights share."""
+    found, own = quantize_part(part, quantizer, outer_amax=outer_amax), quantizer.for_shape(part.local.shape)
+    codes = found.codes if own == found.quantizer else two_a_byte(found.codes, own)
+    return Quantized(codes=codes, scale=found.scale, quantizer=own, outer_scale=found.outer_scale)
 
 
 def unwritten(weight: Tensor, quantizer: DelayedScaling) -> Tensor:

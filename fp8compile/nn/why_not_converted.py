@@ -93,10 +93,10 @@ def _asker(
 
 def recipes_and_reasons(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
-) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], bool]:
+) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], dict[nn.Module, Recipe]]:
     """Decide the recipe of each layer that is not converted yet; for the arguments see `convert`.
 
-    Returns {layer: (recipe, "") or (None, reason)}, and whether any layer is already converted with its recipe.
+    Returns {layer: (recipe, "") or (None, reason)}, and {layer: recipe} of those that are converted with it already.
 
     Raises:
         ValueError: The model has no layers, or a converted layer would get another recipe.
@@ -107,7 +107,7 @@ def recipes_and_reasons(
     asked = _asker(model, recipe, filter, keep_ends, [fqn for names in found.values() for fqn in names])
     past_forward, scoring = known_past_forward(model), routers(model)
     plan: dict[nn.Module, tuple[Recipe | None, str]] = {}
-    again = False
+    again: dict[nn.Module, Recipe] = {}
     for layer, names in found.items():
         own, why_not = asked(layer, names)
         if is_converted(layer):
@@ -116,7 +116,8 @@ def recipes_and_reasons(
                     f"convert: {names[0] or 'the model'} is converted already, with another recipe. Call "
                     "fp8compile.revert(model) first, or leave it out by the filter."
                 )
-            again |= own is not None
+            if own is not None:
+                again[layer] = own
             continue
         reason = ROUTER if layer in scoring else _cannot_convert(layer)
         if not reason and layer in past_forward:

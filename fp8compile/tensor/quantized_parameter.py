@@ -17,7 +17,14 @@ from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, Plain, Quantized, TensorLayout
 from fp8compile.layout.shapes import scale_shapes
-from fp8compile.ops.layer.quantize_over_ranks import cast_part, positions, scales_of, whole_amax
+from fp8compile.ops.layer.quantize_over_ranks import (
+    PYTHON_OF_STEPS,
+    cast_part,
+    positions,
+    quantize_part,
+    scales_of,
+    whole_amax,
+)
 from fp8compile.quantizers import GEMMS, Quantizer
 from fp8compile.tensor.fsdp2_gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
@@ -117,13 +124,14 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         listen_to_optimizers()
 
     @staticmethod
-    def of(x: Tensor, *quantizers: Quantizer, batch: int = 0) -> QuantizedParameter:
+    def of(x: Tensor, *quantizers: Quantizer, batch: int = 0, outer_amax: Tensor | None = None) -> QuantizedParameter:
         """Quantize a matrix, or stacked weights of experts if ``batch`` is 1, with one or two quantizers.
 
         A second quantizer makes separate codes for grad_input. On the meta device the result has shapes only.
+        ``outer_amax`` is the amax, (1,) float32, for the one scale of a matrix, if other matrices share the scale.
         """
         sets = [
-            _codes_of_stack(x, each) if batch else quantize(x, each.for_shape(x.shape)).sets()[0]
+            _codes_of_stack(x, each) if batch else _codes_of_matrix(x, each.for_shape(x.shape), outer_amax)
             for each in quantizers
         ]
         return QuantizedParameter.of_sets(sets, x.dtype, batch=batch)
@@ -514,6 +522,12 @@ def _codes_of_stack(x: Tensor, quantizer: Quantizer) -> Quantized:
     multiplier, scale, outer_scale = scales_of(whole_amax(part, quantizer), quantizer, batch=1)
     codes = cast_part(part, multiplier, quantizer).contiguous()  # not contiguous if blocks were padded
     return Quantized(codes=two_a_byte(codes, quantizer), scale=scale, quantizer=quantizer, outer_scale=outer_scale)
+
+
+def _codes_of_matrix(x: Tensor, quantizer: Quantizer, outer_amax: Tensor | None) -> Quantized:
+    if outer_amax is None:
+        return quantize(x, quantizer).sets()[0]
+    return quantize_part(Plain(x.detach()), quantizer, PYTHON_OF_STEPS, outer_amax=outer_amax)
 
 
 def _have_scales_in_common(whole: Quantized, part: Quantized) -> bool:

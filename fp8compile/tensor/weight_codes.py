@@ -26,11 +26,10 @@ from fp8compile.layout.quantized import STACK, WHOLE, Quantized
 from fp8compile.ops.layer.make_weight_codes import Sets, sets_of_weight, weight_codes
 from fp8compile.ops.layer.operands import WEIGHT_SLOTS
 from fp8compile.quantizers import Recipe
+from fp8compile.tensor.parameter_attributes import KEPT_CODES
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["WeightCodes", "codes_of", "forget_codes", "known_codes", "pair"]
-
-ATTRIBUTE = "_fp8compile_codes"  # of a parameter
 
 
 class WeightCodes(QuantizedTensor):
@@ -162,13 +161,13 @@ def codes_of(weight: Tensor, recipe: Recipe, dtype: torch.dtype, *, is_turned: b
         _listen()
         with torch.inference_mode(mode=False), torch.no_grad():
             found = WeightCodes.of(weight, recipe, dtype, is_turned=is_turned)
-        setattr(weight, ATTRIBUTE, found)
+        setattr(weight, KEPT_CODES, found)
     return found
 
 
 def known_codes(weight: Any) -> WeightCodes | None:
     """Return the codes that are kept with a parameter; None if no codes are kept."""
-    found = getattr(weight, ATTRIBUTE, None)
+    found = getattr(weight, KEPT_CODES, None)
     return found if isinstance(found, WeightCodes) else None  # a parameter out of a file has an empty dict there
 
 
@@ -193,7 +192,7 @@ def pair(codes: WeightCodes) -> Sets:
 def forget_codes(weight: Tensor | None) -> None:
     """Drop the codes that are kept beside a parameter, if there are any."""
     if known_codes(weight) is not None:
-        delattr(weight, ATTRIBUTE)
+        delattr(weight, KEPT_CODES)
 
 
 def _codes_of_parameters(optimizer: Optimizer) -> Iterator[WeightCodes]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
 from fp8compile.ops.layer import make_weight_codes
-from fp8compile.tensor import weight_codes
+from fp8compile.tensor import in_place_of, weight_codes
 from fp8compile.tensor.weight_codes import known_codes as codes_beside
 
 RECIPES = [name for name in f8.recipes.names() if name != "delayed"]
@@ -299,6 +299,40 @@ def test_renewing_codes_of_a_model_without_any_raises():
         f8.renew_weight_codes(model_of(cached=False))
     with pytest.raises(TypeError, match="renew_weight_codes: model is a dict"):
         f8.renew_weight_codes({})
+
+
+def plain_recipe(model):
+    for block in model:
+        block.up.recipe = block.down.recipe = f8.recipes.rowwise()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        f8.freeze_weights,
+        f8.revert,
+        plain_recipe,
+        lambda model: f8.calibrate(model, lambda given: given(tokens(0))),
+    ],
+    ids=["freeze_weights", "revert", "another recipe", "calibrate"],
+)
+def test_codes_end_with_the_layers_that_read_them(end):
+    model = model_of("tensorwise")
+    model(tokens(0))
+    assert codes_beside(model[0].up.weight) is not None
+    end(model)
+    model(tokens(0))
+    assert [name for name, each in model.named_parameters() if codes_beside(each) is not None] == []
+
+
+def test_a_parameter_in_place_of_another_has_no_codes_of_it():
+    model = model_of()
+    model(tokens(0))
+    weight = model[0].up.weight
+    weight.mine = 1
+    other = in_place_of(weight, weight.detach().clone() * 2)
+    assert other.mine == 1
+    assert codes_beside(other) is None
 
 
 def test_codes_are_freed_with_their_weight():

@@ -158,6 +158,23 @@ def test_convert_again_with_another_recipe_raises_and_changes_nothing():
     assert kinds(model) == {"0": nn.Linear, "1": f8.Linear}
 
 
+def test_convert_again_that_asks_for_what_a_layer_has_not_raises_and_changes_nothing():
+    model = f8.convert(mlp(), RECIPE, filter="0")
+    for options in ({}, {"keep_initial": True, "strict": True}):
+        with pytest.raises(ValueError, match="0 is converted already, and its weights are values"):
+            f8.convert(model, RECIPE, quantized_parameters=True, **options)
+    assert kinds(model) == {"0": f8.Linear, "2": nn.Linear}
+    f8.convert(model, RECIPE, quantized_parameters=True, filter="2")
+    assert [model[0].is_quantized(), model[2].is_quantized()] == [False, True]
+
+
+def test_convert_again_of_weights_that_are_codes_does_nothing():
+    model = f8.convert(mlp(), RECIPE, quantized_parameters=True, keep_initial=True)
+    weights = [each.weight for each in (model[0], model[2])]
+    f8.convert(model, RECIPE, quantized_parameters=True, keep_initial=True)
+    assert all(each.weight is weight for each, weight in zip((model[0], model[2]), weights, strict=True))
+
+
 def test_two_recipes_in_one_model_by_filters():
     model = f8.convert(mlp(), RECIPE, filter="0")
     f8.convert(model, OTHER, filter="2")

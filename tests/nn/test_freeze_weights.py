@@ -61,6 +61,57 @@ def test_a_frozen_model_has_the_bits_of_the_trained_one_and_one_set_of_codes(nam
     assert parameter_bytes(model) < (0.36 if name == "nvfp4" else 0.58) * values
 
 
+class Attention(nn.Module):
+    """Two layers that share an outer scale; the second has the larger weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q_proj, self.k_proj = nn.Linear(64, 96), nn.Linear(64, 96)
+        with torch.no_grad():
+            self.k_proj.weight.mul_(3)
+
+    def forward(self, x):
+        return self.q_proj(x) + self.k_proj(x)
+
+
+def attention(recipe):
+    return f8.convert(Attention().bfloat16(), recipe, filter="*", share_outer_scale=[("q_proj", "k_proj")])
+
+
+SHARING = {
+    "tensorwise": f8.recipes.tensorwise(),
+    "nvfp4": f8.recipes.nvfp4(),
+    "nvfp4 rows": f8.recipes.nvfp4(weight_block=(1, 16)),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_frozen_layers_keep_the_outer_scale_that_they_share(name):
+    model, x = attention(SHARING[name]), rows()
+    with torch.no_grad():
+        expected, exported = model(x), dict(f8.export.tensors(model, "compressed-tensors"))
+        f8.freeze_weights(model)
+        assert torch.equal(model(x), expected)
+        assert torch.equal(copy.deepcopy(model)(x), expected)
+    scales = [each.weight.sets()[0].scales[-1] for each in (model.q_proj, model.k_proj)]
+    assert torch.equal(*scales)
+    for key, each in f8.export.tensors(model, "compressed-tensors"):
+        assert torch.equal(each.view(torch.uint8), exported[key].view(torch.uint8))
+
+
+def test_a_part_of_the_layers_that_share_an_outer_scale_is_not_frozen():
+    model = attention(f8.recipes.tensorwise())
+    with pytest.raises(ValueError, match="freeze_weights, and the model shares an outer scale with layers"):
+        f8.freeze_weights(model.q_proj)
+    model.q_proj.weight = model.k_proj.weight
+    alone = f8.convert(nn.Linear(64, 96).bfloat16(), f8.recipes.tensorwise(), filter="*")
+    alone.weight = model.k_proj.weight
+    with pytest.raises(ValueError, match="share outer scales with different layers"):
+        f8.freeze_weights(nn.ModuleList([model, alone]))
+    assert type(alone.weight) is nn.Parameter
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "nvfp4"])
 def test_frozen_experts_have_the_bits_of_trained_ones(name):
     model = experts_of(f8.recipes.by_name(name))
@@ -174,6 +225,25 @@ def on_ranks(name):
     return wrong
 
 
+def sharing_on_ranks(name):
+    """On a rank: whether frozen layers over a pair of ranks keep the outer scale that they share."""
+    from gloo_ranks import GROUPS
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    plan = dict.fromkeys(("q_proj", "k_proj"), f8.parallel.ColwiseParallel())
+    model = parallelize_module(attention(SHARING[name]), DeviceMesh.from_group(GROUPS["pair"], "cpu"), plan)
+    with torch.no_grad():
+        expected = model(rows())
+        return torch.equal(f8.freeze_weights(model)(rows()), expected)
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups of ranks in a subclass need PyTorch 2.12")
+@pytest.mark.parametrize("name", SHARING)
+def test_frozen_weights_on_ranks_keep_the_outer_scale_that_they_share(name):
+    assert shared_ranks().run(sharing_on_ranks, name, within="pair") == [True] * 2
+
+
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups of ranks in a subclass need PyTorch 2.12")
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
 def test_frozen_weights_on_ranks_have_the_bits_of_trained_ones_and_stay(name):
@@ -203,6 +273,56 @@ def test_layers_with_delayed_scaling_are_calibrated_anew():
     with torch.no_grad():
         f8.calibrate(model, lambda given: given(x * 4))
         assert model[0].multiplier[0] == 448 / (4 * x.float().abs().max())
+    model(x).float().square().mean().backward()  # trains on
+
+
+def test_calibrated_layers_keep_the_outer_scale_that_they_share():
+    model, x = attention(f8.recipes.tensorwise()), rows()
+    with torch.no_grad():
+        expected, exported = model(x), dict(f8.export.tensors(model, "compressed-tensors"))
+        f8.calibrate(model, lambda given: given(x))
+        assert torch.equal(model(x), expected)
+        f8.freeze_weights(model)
+        assert torch.equal(model(x), expected)
+    assert torch.equal(model.q_proj.multiplier, model.k_proj.multiplier)
+    found = dict(f8.export.tensors(model, "compressed-tensors"))
+    assert all(torch.equal(each.view(torch.uint8), found[key].view(torch.uint8)) for key, each in exported.items())
+    model = f8.calibrate(attention(f8.recipes.tensorwise()), lambda given: given(x))
+    model(x).float().square().mean().backward()  # trains on, by a state for each layer
+
+
+def test_a_part_of_the_layers_that_share_an_outer_scale_is_not_calibrated():
+    model = attention(f8.recipes.tensorwise())
+    with pytest.raises(ValueError, match="calibrate, and the model shares an outer scale with layers"):
+        f8.calibrate(model.q_proj, lambda given: given(rows()))
+    assert model.q_proj.recipe == f8.recipes.tensorwise()
+
+
+def partly_delayed(history, *tensors):
+    """Tensorwise codes, for ``tensors`` by delayed scaling and for the others by current scaling."""
+    recipe = f8.recipes.tensorwise()
+    slots = [slot for slot in ("input", "weight", "grad_output") if slot in tensors]
+    slots += [
+        {"input": "input_for_grad_weight", "weight": "weight_for_grad_input"}.get(slot, f"{slot}_for_grad_weight")
+        for slot in slots
+    ]
+    return dataclasses.replace(
+        recipe, **{slot: f8.DelayedScaling(format=getattr(recipe, slot).format, history=history) for slot in slots}
+    )
+
+
+@pytest.mark.parametrize("history", [1, 16])
+@pytest.mark.parametrize("delayed", [("grad_output",), ("input", "grad_output"), ("weight",)], ids="+".join)
+def test_layers_with_delayed_scaling_of_some_tensors_are_calibrated(history, delayed):
+    model, x = model_of(partly_delayed(history, *delayed)), rows()
+    for _ in range(2):
+        model(x).float().square().mean().backward()
+    before, layer = model[0].multiplier.clone(), model[0]
+    f8.calibrate(model, lambda given: given(x * 4))
+    assert layer.recipe == partly_delayed(history, "input", "weight", *delayed)
+    assert layer.multiplier[0] == 448 / (4 * x.float().abs().max())
+    assert layer.multiplier[1] == (before[1] if "weight" in delayed else 448 / layer.weight.float().abs().max())
+    assert torch.equal(layer.multiplier[2], before[2])
     model(x).float().square().mean().backward()  # trains on
 
 

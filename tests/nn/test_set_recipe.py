@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 import fp8compile as f8
 
 FOUR, EIGHT = f8.recipes.nvfp4(), f8.recipes.mxfp8()
+BY_MX = replace(f8.recipes.rowwise(), by_mx=True)
 OF_TOKENS = f8.Recipe(input=f8.CurrentScaling(block=(32, 32)), weight=f8.CurrentScaling(block=(32, 32)))
 
 
@@ -159,12 +160,13 @@ def test_another_forward_changes_outputs_alone_and_costs_one_compile(assert_bits
     assert_bits_equal(run(compiled, x)[0], y)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8", "nvfp4", "dequantized", "slow sums"])
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "mxfp8", "nvfp4", "dequantized", "slow sums", "by MX"])
 def test_the_way_back_from_a_forward_in_high_precision(name, assert_bits_equal):
     """Gradients of codes have none to be of while outputs are in high precision; they are those of codes again."""
     others = {
         "dequantized": f8.recipes.nvfp4(backward="dequantized"),
         "slow sums": replace(f8.recipes.rowwise(), fast_accumulation_output=False),
+        "by MX": BY_MX,
     }
     recipe = others[name] if name in others else f8.recipes.by_name(name)
     layer, x = f8.Linear(32, 48, recipe=recipe), torch.randn(16, 32)
@@ -191,6 +193,7 @@ def test_gradients_of_codes_are_of_gradients_in_high_precision(backward, of_code
         (f8.Linear(16, 16, recipe=f8.recipes.delayed()), None, "can't take another forward: delayed scaling"),
         (f8.Linear(16, 16, recipe=FOUR), "bf16", "forward is 'bf16'; it is a fp8compile.Recipe, or None"),
         (f8.Linear(16, 16, recipe=FOUR), f8.recipes.nvfp4(emulate=True), "has not; convert with emulate=True"),
+        (f8.Linear(16, 16, recipe=EIGHT), BY_MX, "has not; convert with by_mx=True"),
     ],
     ids=str,
 )

@@ -128,6 +128,20 @@ def test_what_can_not_share_is_refused_before_anything_changes(case):
     assert type(model.q_proj) is nn.Linear
 
 
+def test_convert_again_with_the_same_groups_does_nothing_and_with_others_raises():
+    recipe = f8.recipes.tensorwise()
+    model = shared(recipe)
+    group = model.q_proj.scale_group
+    assert f8.convert(model, recipe, filter="*", share_outer_scale=[GROUP[::-1]]).q_proj.scale_group is group
+    for others in (("q_proj", "k_proj"), (*GROUP, "o_proj")):
+        with pytest.raises(ValueError, match=r"q_proj is converted already, and shares no .* with exactly"):
+            f8.convert(model, recipe, filter="*", share_outer_scale=[others])
+    apart = f8.convert(Attention(), recipe, filter=["q_proj", "k_proj"])
+    with pytest.raises(ValueError, match="q_proj is converted already"):
+        f8.convert(apart, recipe, filter="*", share_outer_scale=[GROUP])
+    assert type(apart.v_proj) is nn.Linear
+
+
 @pytest.mark.parametrize("given", ["q_proj", [("q_proj",)], [1], 3])
 def test_groups_that_are_no_names_are_refused(given):
     with pytest.raises(TypeError, match="share_outer_scale is"):

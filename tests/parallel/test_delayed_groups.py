@@ -104,3 +104,21 @@ def test_a_group_for_a_recipe_without_delayed_scaling_raises(ranks):
         assert [m.partition(":")[0] for m in messages] == ["convert", "Linear"]
         assert "amax_group is given and no layer gets delayed scaling" in messages[0]
         assert "amax_group is given and the recipe has no delayed scaling" in messages[1]
+
+
+def converted_again():
+    model, alone, said = model_of(GROUPS["all"]), model_of(None), []
+    f8.convert(model, RECIPE, amax_group=GROUPS["all"])
+    for given, group in ((model, "pair"), (alone, "all")):
+        try:
+            f8.convert(given, RECIPE, amax_group=GROUPS[group])
+        except ValueError as error:
+            said.append(str(error))
+    return model[0].amax_group == GROUPS["all"].group_name, said
+
+
+def test_convert_again_takes_the_same_group_and_no_other(ranks):
+    words = "convert: 0 is converted already, and reduces amaxes over no such amax_group. Call"
+    for is_kept, said in ranks.run(converted_again):
+        assert is_kept
+        assert [each[: len(words)] for each in said] == [words] * 2
