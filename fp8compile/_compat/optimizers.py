@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["compiled_alone", "load_hooks_apart", "muon_lr", "orthogonalized"]
+__all__ = ["compiled_alone", "hooks_of", "load_hooks_apart", "muon_lr", "orthogonalized"]
 
 
 def compiled_alone(function: Callable[..., Any], first: object, backend: Any) -> Callable[..., Any]:
@@ -43,6 +43,11 @@ def muon_lr(lr: float, adjustment: str | None, shape: Sequence[int]) -> float:
     from torch.optim import _muon
 
     return _muon._adjust_lr(lr, adjustment, torch.Size(shape))
+
+
+def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer that hold the hooks registered with it, by name."""
+    return {name: each for name, each in vars(optimizer).items() if name.startswith("_optimizer_") and "hooks" in name}
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8compile import MasterWeights as EagerMasterWeights
+from fp8compile._compat import hooks_of
 from fp8compile.integrations.conversion import Conversion
 from fp8compile.nn.assign_recipes import Recipes
 from fp8compile.tensor import is_quantized_parameter
@@ -157,16 +158,14 @@ class MasterWeights(EagerMasterWeights):
         Optimizer.__init__(self, params, {"lr": options["lr"]} if "lr" in options else {})
         self._to_make: tuple[type[Optimizer], dict[str, Any]] | None = (optimizer, options)
 
-    def _make(self) -> None:
+    def make_masters(self) -> None:
+        """Make the masters of the parameters that the groups have now, at the first call."""
         if self._to_make is not None:
             optimizer, options = self._to_make
             self._to_make = None
+            hooks = hooks_of(self)
             super().__init__(optimizer, [dict(group) for group in self.param_groups], **options)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Create master weights if there are none yet, then take one step of `fp8compile.MasterWeights`."""
-        self._make()
-        return super().step(closure)
+            vars(self).update(hooks)  # those that were registered before
 
     def state_dict(self) -> dict[str, Any]:
         """Return `fp8compile.MasterWeights`' state dict; its ``state`` is empty before master weights are made.
@@ -180,5 +179,5 @@ class MasterWeights(EagerMasterWeights):
         if self._to_make is not None and not state_dict["state"]:
             Optimizer.load_state_dict(self, state_dict)
             return
-        self._make()
+        self.make_masters()
         super().load_state_dict(state_dict)

@@ -131,6 +131,7 @@ class MasterWeights(Optimizer):
 
         ``closure``, if given, is called once before the step, and its result is returned.
         """
+        self.make_masters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -139,6 +140,12 @@ class MasterWeights(Optimizer):
             self.inner.step()
             self._steps += 1
         return loss
+
+    def make_masters(self) -> None:
+        """Make masters that a subclass has not made yet; each step calls this.
+
+        A subclass overrides this instead of `step`, of which PyTorch would call the hooks twice.
+        """
 
     def _stands_still(self) -> bool:
         """Whether all learning rates are 0, as when `torch.distributed.checkpoint` initializes states.

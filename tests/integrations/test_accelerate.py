@@ -138,6 +138,21 @@ def on_and_off(options):
     return problems + ([] if plain == {""} else [f"gathered {plain}"])
 
 
+def test_hooks_stay_when_masters_are_made():
+    from fp8compile.integrations.accelerate import MasterWeights
+
+    model = f8.convert(
+        torch.nn.Sequential(torch.nn.Linear(64, 64)), f8.recipes.tensorwise(), quantized_parameters=True
+    )
+    optimizer, calls = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    for _ in range(2):
+        model(torch.randn(16, 64)).square().mean().backward()
+        optimizer.step()
+    assert calls == ["before", "behind"] * 2
+
+
 @needs_groups
 def test_codes_are_gathered_with_the_bits_of_values():
     assert shared_ranks().run(on_and_off, {}) == [[]] * 4
