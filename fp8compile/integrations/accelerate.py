@@ -16,6 +16,7 @@ model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ def convert(
 
 
 class MasterWeights(EagerMasterWeights):
-    """`fp8compile.MasterWeights` that creates float32 master weights at the first step or load.
+    """`fp8compile.MasterWeights` that creates float32 master weights at the first step, save or load.
 
     With FSDP2, accelerate replaces the optimizer's parameters by shards in ``prepare``. Master weights created
     before ``prepare`` would belong to the replaced parameters.
@@ -157,6 +158,8 @@ class MasterWeights(EagerMasterWeights):
         # schedulers read the learning rate from the groups
         Optimizer.__init__(self, params, {"lr": options["lr"]} if "lr" in options else {})
         self._to_make: tuple[type[Optimizer], dict[str, Any]] | None = (optimizer, options)
+        self._is_prepared = False
+        self._mode: str | None = None
 
     def make_masters(self) -> None:
         """Make the masters of the parameters that the groups have now, at the first call."""
@@ -166,18 +169,31 @@ class MasterWeights(EagerMasterWeights):
             hooks = hooks_of(self)
             super().__init__(optimizer, [dict(group) for group in self.param_groups], **options)
             vars(self).update(hooks)  # those that were registered before
+            if self._mode is not None:
+                getattr(self, self._mode)()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the optimizer's ``train`` or ``eval``; before masters are made, a call is noted for then."""
+        to_make = vars(self).get("_to_make")
+        if name in ("train", "eval") and to_make is not None and hasattr(to_make[0], name):
+            return partial(setattr, self, "_mode", name)
+        return super().__getattr__(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `fp8compile.MasterWeights`' state dict; its ``state`` is empty before master weights are made.
+        """Return `fp8compile.MasterWeights`' state dict, for which masters are made; before `prepare`, an empty one.
 
-        ``accelerator.prepare`` reads this dict before it replaces parameters, and loads the dict afterwards.
+        ``accelerator.prepare`` reads this dict before it replaces parameters, and loads it again.
         """
-        return Optimizer.state_dict(self) if self._to_make is not None else super().state_dict()
+        if self._to_make is not None and not self._is_prepared:
+            return Optimizer.state_dict(self)
+        self.make_masters()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; creates the master weights first, unless the state is empty."""
-        if self._to_make is not None and not state_dict["state"]:
+        """Load a state dict, for which masters are made; not for the empty one that ``accelerator.prepare`` loads."""
+        if self._to_make is not None and not self._is_prepared and not state_dict["state"]:
             Optimizer.load_state_dict(self, state_dict)
+            self._is_prepared = True
             return
         self.make_masters()
         super().load_state_dict(state_dict)

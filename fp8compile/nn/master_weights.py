@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8compile._compat import is_dtensor, load_hooks_apart, local_itself, set_local_itself
+from fp8compile._compat import is_dtensor, load_hooks_apart, local_itself, set_local_itself, untraced
 from fp8compile.nn.placed_like import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer, TwoLevelScaling
 from fp8compile.tensor import (
@@ -125,6 +125,7 @@ class MasterWeights(Optimizer):
 
     # ------------------------------------------------------------------ what a step does
 
+    @untraced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step of the optimizer, then round the masters of quantized weights that have a gradient.

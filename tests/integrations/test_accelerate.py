@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
 import pytest
+import schedulefree
 import torch
 from accelerate_ranks import sharding_ranks, without_state
 from gloo_ranks import shared_ranks
@@ -136,6 +138,48 @@ def on_and_off(options):
     problems += [] if losses == own and len(losses) == STEPS else [f"losses {losses}, {own}"]
     problems += [f"gathered {what!r}" for what in gathered if not what.startswith("codes")]
     return problems + ([] if plain == {""} else [f"gathered {plain}"])
+
+
+def small_of(seed, optimizer=torch.optim.AdamW):
+    """A small model of quantized parameters, and its masters, behind `prepare`."""
+    from fp8compile.integrations import accelerate as f8accelerate
+
+    accelerator = accelerator_of(mixed_precision="no")
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.SiLU(), torch.nn.Linear(96, 64)).bfloat16()
+    f8accelerate.convert(accelerator, model, f8.recipes.rowwise(), filter="*", **MASTERS)
+    return accelerator.prepare(model, f8accelerate.MasterWeights(optimizer, model.parameters(), lr=0.01))
+
+
+def trained(model, optimizer, count):
+    optimizer.train()
+    for seed in range(count):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@without_state()
+def test_masters_that_were_saved_before_the_first_step_are_loaded():
+    model, optimizer = small_of(0)
+    files = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = trained(model, optimizer, 2)
+    for each, state in zip(others := small_of(1), files, strict=True):
+        each.load_state_dict(state)
+    found = trained(*others, 2)
+    assert {name: difference(found[name], value) for name, value in expected.items()} == dict.fromkeys(expected)
+    with pytest.raises(ValueError, match="the state has no master for a quantized weight"):
+        small_of(1)[1].load_state_dict({**files[1], "state": {}})
+
+
+@without_state()
+def test_a_schedule_free_optimizer_is_told_to_train_when_masters_are_made():
+    model, optimizer = small_of(0, schedulefree.AdamWScheduleFree)
+    assert callable(optimizer.optimizer.eval)
+    trained(model, optimizer, 2)
+    assert optimizer.param_groups[0]["k"] == 2
 
 
 def test_hooks_stay_when_masters_are_made():
