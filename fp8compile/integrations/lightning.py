@@ -153,7 +153,12 @@ class F8Monitor(pl.Callback):
         self._last_step = 0  # the Trainer's, which counts the steps of all optimizers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach a monitor to the module; its step count starts at the Trainer's current step."""
+        """Attach a monitor to the module; its step count starts at the Trainer's current step.
+
+        This callback's monitor of a training that was interrupted is removed first.
+        """
+        if self.monitor is not None:
+            self.monitor.remove()
         self.monitor = Monitor(pl_module, **self._options)
         self.monitor.steps = self._last_step = trainer.global_step
 

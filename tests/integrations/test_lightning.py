@@ -186,6 +186,24 @@ def test_the_monitor_counts_a_step_of_two_optimizers_once(tmp_path):
     assert monitor.monitor.steps == 2
 
 
+def test_the_monitor_is_attached_anew_behind_an_interrupted_fit(tmp_path):
+    from fp8compile.integrations import lightning as f8lightning
+
+    class Interrupted(type(module_of())):
+        def on_before_zero_grad(self, optimizer):
+            raise RuntimeError("CUDA out of memory.")
+
+    monitor = f8lightning.F8Monitor(every=2)
+    options = {"max_steps": STEPS, "plugins": [plugin_of("F8Precision")]}
+    module = Interrupted()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        monitored(module, monitor, tmp_path, **options)
+    del Interrupted.on_before_zero_grad
+    with pytest.raises(RuntimeError, match="the model has a monitor already"):
+        monitored(module, f8lightning.F8Monitor(every=2), tmp_path, **options)  # the monitor is another's
+    assert [step for step, _ in monitored(module, monitor, tmp_path, **options)] == [1, 3]
+
+
 def by_hand(kind):
     """Losses of a loop without Lightning."""
     dtype = torch.bfloat16 if kind == "F8HalfPrecision" else torch.float32
