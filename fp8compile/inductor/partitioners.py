@@ -11,24 +11,27 @@ __all__ = ["min_cut_then"]
 
 
 def min_cut_then(
-    change: Callable[[fx.GraphModule, fx.GraphModule, int], None], *, uuid: str, reduced: tuple[Any, ...]
+    change: Callable[[fx.GraphModule, fx.GraphModule, int], None],
+    *,
+    uuid: Callable[[], str],
+    reduced: Callable[[], tuple[Any, ...]],
 ) -> Any:
     """Return a partitioner for Inductor's ``custom_partitioner_fn``: the min-cut partitioner, then ``change``.
 
     Args:
         change: Changes the forward and the backward graph in place; its third argument is the number of outputs that
             the forward's caller gets.
-        uuid: Text for the keys of compile caches.
-        reduced: What ``__reduce__`` returns, for caches that pickle the partitioner.
+        uuid: Returns a text for the keys of compile caches; called for each key.
+        reduced: Returns what ``__reduce__`` returns, for caches that pickle the partitioner.
     """
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         def uuid(self) -> str:
-            return uuid
+            return uuid()
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return reduced
+            return reduced()
 
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any

@@ -150,19 +150,29 @@ class F8Monitor(pl.Callback):
     def __init__(self, **options: Any) -> None:
         self.monitor: Monitor | None = None
         self._options = options
+        self._last_step = 0  # the Trainer's, which counts the steps of all optimizers
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Attach a monitor to the module; its step count starts at the Trainer's current step."""
+        """Attach a monitor to the module; its step count starts at the Trainer's current step.
+
+        This callback's monitor of a training that was interrupted is removed first.
+        """
+        if self.monitor is not None:
+            self.monitor.remove()
         self.monitor = Monitor(pl_module, **self._options)
-        self.monitor.steps = trainer.global_step
+        self.monitor.steps = self._last_step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last batch of a step, log what the monitor read, if anything, and advance its step count."""
+        """After the last batch of a step, log what the monitor read, if anything, and advance its step count.
+
+        A batch after which several optimizers step ends one step of the monitor.
+        """
         monitor: Any = self.monitor  # made when training began
-        if trainer.global_step == monitor.steps:
+        if trainer.global_step == self._last_step:
             return  # further batches are accumulated
+        self._last_step = trainer.global_step
         if monitor.is_reading:
             numbers = finite(monitor.read())
             for logger in trainer.loggers:

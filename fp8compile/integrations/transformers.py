@@ -207,7 +207,12 @@ class MonitorCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach a monitor to the model; its step count starts at the Trainer's current step."""
+        """Attach a monitor to the model; its step count starts at the Trainer's current step.
+
+        This callback's monitor of a training that was interrupted is removed first.
+        """
+        if self.monitor is not None:
+            self.monitor.remove()
         self.monitor = Monitor(kwargs["model"], **self._options)
         self.monitor.steps = state.global_step
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer
-from fp8compile.quantizers.constant import module_source, source_salt
+from fp8compile.quantizers.constant import source_salt
+from fp8compile.saved_tensors.filter_text import filter_text
 from fp8compile.saved_tensors.saved_tensor import DEFAULT_KINDS, KINDS, SMALLEST, SavedTensor
 
 __all__ = ["SavedAsCodes"]
@@ -60,7 +59,11 @@ class SavedAsCodes:
             `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. A tuple may also contain
             `SavedTensor` values: these tensors become codes whatever their size, together with those of equal layers
             (same module name up to numbers). A function takes a `SavedTensor` of any size and returns whether it
-            becomes codes.
+            becomes codes. Compile caches know a function again in another process if its code is the same and it
+            reads only globals that can be compared: numbers, strings, bools, None, tuples of them, functions of its
+            own module, and names of ``torch``, ``fp8compile``, ``builtins``, ``math``, ``re`` and ``fnmatch``. Any
+            other function compiles again in each process: one that reads other globals, imports, or has a closure,
+            defaults or attributes.
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``filter`` is neither a tuple nor a function.
@@ -167,25 +170,13 @@ class SavedAsCodes:
     def uuid(self) -> str:
         """Return a text for keys of compile caches, equal in all processes for equal fields and source code.
 
-        A filter function with a closure or defaults gets a new text in each process, because their values can't be
-        compared.
+        The text of a filter function has the values of the globals that it reads now. A function that can't be
+        compared, see ``filter``, gets a new text in each process.
         """
-        chosen = repr(self.filter) if not callable(self.filter) else _source_of(self.filter)
+        chosen = repr(self.filter) if not callable(self.filter) else filter_text(self.filter)
         return f"SavedAsCodes {source_salt(SavedAsCodes)} {self.quantizer!r} {chosen}"
 
 
 @lru_cache
 def _powers_of_two(block: tuple[int, int]) -> CurrentScaling:
     return CurrentScaling(block=block, scale="pow2")
-
-
-@lru_cache
-def _source_of(function: Callable[..., Any]) -> str:
-    if not inspect.isfunction(function) or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
-        return uuid.uuid4().hex
-    import hashlib
-
-    code = function.__code__
-    found = hashlib.sha256(module_source(function.__module__) + code.co_code)
-    # the bytecode has numbers in place of names and constants: lambdas of one file may differ in them alone
-    return f"{function.__module__}.{function.__qualname__} {code.co_names!r} {code.co_consts!r} {found.hexdigest()}"

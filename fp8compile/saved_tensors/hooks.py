@@ -63,7 +63,7 @@ def saved_as_codes(
         raise TypeError("saved_as_codes: a SavedAsCodes has its quantizer and filter. Give the value or the fields.")
     _check_hooks_around()
     value = saved or SavedAsCodes(quantizer, filter)
-    with Watch(value) as watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(value)):
+    with Watch(value) as watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(value, value.uuid())):
         yield
         watch.settle()
 
@@ -79,9 +79,11 @@ def _check_hooks_around() -> None:
 
 
 @cache
-def _hooks(saved: SavedAsCodes) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the pack and unpack hooks for ``saved``, cached because Dynamo guards on the identity of hooks."""
-    name = saved.uuid()
+def _hooks(saved: SavedAsCodes, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the pack and unpack hooks for ``saved``, cached because Dynamo guards on the identity of hooks.
+
+    ``name`` is the ``uuid()`` of ``saved``.
+    """
     VALUES[name] = saved
     return _as_graph(pack_hook, name), _as_graph(unpack_hook, name)
 

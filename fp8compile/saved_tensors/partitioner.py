@@ -145,9 +145,16 @@ def partitioner(saved: SavedAsCodes) -> Any:
     def change(forward: fx.GraphModule, backward: fx.GraphModule, returned: int) -> None:
         pack_saved(forward, backward, returned, saved)
 
-    # keys of compile caches pickle it, and a function may have no name to be pickled by
-    reduced = (_named, (saved.uuid(),)) if callable(saved.filter) else (partitioner, (saved,))
-    made = NAMED[saved.uuid()] = min_cut_then(change, uuid=saved.uuid(), reduced=reduced)
+    def text() -> str:
+        found = saved.uuid()
+        NAMED[found] = made
+        return found
+
+    def reduced() -> tuple[Any, ...]:
+        # keys of compile caches pickle it, and a function may have no name to be pickled by
+        return (_named, (text(),)) if callable(saved.filter) else (partitioner, (saved,))
+
+    made = min_cut_then(change, uuid=text, reduced=reduced)
     return made
 
 

@@ -125,32 +125,83 @@ def fit(module, plugin, folder, *, steps=STEPS, resume=None, save=False, **optio
 # ------------------------------------------------------------------------------------------------- one process
 
 
-def test_the_monitor_logs_readings_by_lightnings_loggers(tmp_path):
+def monitored(module, monitor, folder, **options):
+    """Train with a monitor; return the steps and amaxes that Lightning's logger was given for the first layer."""
     import lightning as L
     from lightning.pytorch.loggers import CSVLogger
 
-    from fp8compile.integrations import lightning as f8lightning
-
-    module, logger = module_of(), CSVLogger(tmp_path)
+    logger = CSVLogger(folder)
     L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=STEPS,
         log_every_n_steps=STEPS,
         logger=logger,
-        callbacks=[f8lightning.F8Monitor(every=2)],
+        callbacks=[monitor],
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        default_root_dir=tmp_path,
-        plugins=[plugin_of("F8HalfPrecision")],
+        default_root_dir=folder,
+        **options,
     ).fit(module)
     amax = "fp8/net.0.0/input/amax"
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as file:
-        logged = [(int(row["step"]), float(row[amax])) for row in csv.DictReader(file) if row[amax]]
+        return [(int(row["step"]), float(row[amax])) for row in csv.DictReader(file) if row[amax]]
+
+
+def test_the_monitor_logs_readings_by_lightnings_loggers(tmp_path):
+    from fp8compile.integrations import lightning as f8lightning
+
+    module = module_of()
+    logged = monitored(
+        module, f8lightning.F8Monitor(every=2), tmp_path, max_steps=STEPS, plugins=[plugin_of("F8HalfPrecision")]
+    )
     assert [step for step, _ in logged] == [1, 3]
     assert all(value > 0 for _, value in logged)
     assert module.losses == by_hand("F8HalfPrecision")
+
+
+def test_the_monitor_counts_a_step_of_two_optimizers_once(tmp_path):
+    from fp8compile.integrations import lightning as f8lightning
+
+    class Manual(type(module_of())):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization, self.amaxes = False, []
+
+        def training_step(self, _, index):
+            x = batch(index)
+            self.amaxes.append(x.abs().max().item())
+            self.manual_backward(loss_of(self.net, x))
+            for optimizer in self.optimizers() if index % 2 else ():  # of every two batches
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(block.parameters(), lr=1e-2) for block in self.net]
+
+    module, monitor = Manual(), f8lightning.F8Monitor(every=1)
+    logged = monitored(module, monitor, tmp_path, max_epochs=1, plugins=[plugin_of("F8Precision")])
+    assert len(module.amaxes) == STEPS
+    assert logged == [(2, max(module.amaxes[:2])), (4, max(module.amaxes[2:]))]
+    assert monitor.monitor.steps == 2
+
+
+def test_the_monitor_is_attached_anew_behind_an_interrupted_fit(tmp_path):
+    from fp8compile.integrations import lightning as f8lightning
+
+    class Interrupted(type(module_of())):
+        def on_before_zero_grad(self, optimizer):
+            raise RuntimeError("CUDA out of memory.")
+
+    monitor = f8lightning.F8Monitor(every=2)
+    options = {"max_steps": STEPS, "plugins": [plugin_of("F8Precision")]}
+    module = Interrupted()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        monitored(module, monitor, tmp_path, **options)
+    del Interrupted.on_before_zero_grad
+    with pytest.raises(RuntimeError, match="the model has a monitor already"):
+        monitored(module, f8lightning.F8Monitor(every=2), tmp_path, **options)  # the monitor is another's
+    assert [step for step, _ in monitored(module, monitor, tmp_path, **options)] == [1, 3]
 
 
 def by_hand(kind):

@@ -128,6 +128,33 @@ def test_the_monitor_callback_logs_readings_by_the_trainer(tmp_path):
     assert losses == losses_of(trainer_of(str(tmp_path), [callback(filter="!lm_head")], save_strategy="no"))
 
 
+def test_the_monitor_callback_is_attached_anew_where_the_trainer_begins_again(tmp_path):
+    import transformers
+
+    from fp8compile.integrations import transformers as f8transformers
+
+    class OutOfMemory(transformers.TrainerCallback):
+        raised = False
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if not self.raised:
+                self.raised = True
+                raise RuntimeError("CUDA out of memory.")
+
+    trainer = trainer_of(
+        str(tmp_path), [callback(filter="!lm_head"), OutOfMemory()], save_strategy="no", auto_find_batch_size=True
+    )
+    monitor = f8transformers.MonitorCallback(trainer, every=2, layers=("*.down_proj",))
+    trainer.add_callback(monitor)
+    assert len(losses_of(trainer)) == STEPS
+    read = [entry for entry in trainer.state.log_history if any(name.startswith("fp8/") for name in entry)]
+    assert [entry["step"] for entry in read] == [1, 3]
+    others = f8.Monitor(trainer.model)
+    with pytest.raises(RuntimeError, match="the model has a monitor already"):
+        trainer.train()
+    others.remove()
+
+
 @pytest.mark.parametrize("codes", [False, True])
 def test_a_trainer_resumes_to_the_digit(tmp_path, codes):
     # weights that are codes are quantized in the dtype that autocast computes in
