@@ -34,7 +34,8 @@ def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, sou
 
     ``DistributedDataParallel`` would broadcast values, which quantized parameters do not have. Call this first, then
     ``DistributedDataParallel(model, init_sync=False)``, which skips the broadcast. Make optimizers after this call
-    too: the float32 masters of ``fp8compile.MasterWeights`` then start from the source rank's values.
+    too: the float32 masters of ``fp8compile.MasterWeights`` then start from the source rank's values. Codes of
+    ``cache_weights`` are made again, as after any write.
 
     Args:
         model: A model with the same parameters on all ranks; all of them call this.
@@ -50,12 +51,10 @@ def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, sou
     check_model("broadcast_parameters", model)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            is_codes = has_codes(tensor)
             parts: Any = tensor.parts() if has_codes(tensor) else [tensor.detach()]
             for part in parts:
                 distributed.broadcast(part, group=group, group_src=source)
-            if is_codes:
-                count_write(tensor)
+            count_write(tensor)
             if is_quantized_parameter(tensor):
                 _take_initial(tensor, group, source)
     return model

@@ -21,6 +21,7 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.quantize_over_ranks import Scales, outer_amax_of, scales_of
 from fp8compile.quantizers import DelayedScaling, Quantizer
+from fp8compile.tensor.quantized_tensor import has_codes
 
 if TYPE_CHECKING:
     from fp8compile.tensor.quantized_parameter import QuantizedParameter
@@ -158,13 +159,14 @@ def stand_for(
 
 
 def count_write(parameter: Tensor) -> None:
-    """Increment the version counters of a parameter after a write, so that a backward notices the write.
+    """Increment the version counters of a parameter or buffer after a write, so that what was made of it is not used.
 
-    Each tensor has its own counter: the parameter, which eager layers save, and its codes and scale, which compiled
-    layers save.
+    A backward then raises, and cached codes of a plain weight are made again. Each tensor has its own counter: the
+    parameter, which eager layers save, and its codes and scale, if any, which compiled layers save.
     """
     local: Any = local_itself(parameter)
-    torch.autograd.graph.increment_version((parameter, local, *local.parts()))
+    parts = local.parts() if has_codes(local) else ()
+    torch.autograd.graph.increment_version((parameter, local, *parts))
 
 
 def assign(

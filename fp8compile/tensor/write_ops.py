@@ -39,10 +39,15 @@ READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm",
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the op ``func`` writes to, by its schema; lists are flattened."""
-    found = []
+    """Return the arguments that the op ``func`` writes to, by its schema; lists are flattened.
+
+    Schemas of ``torch.distributed`` name no writes. Its ops whose names end in ``_`` write to their first argument.
+    """
+    name, found = func._schema.name, []
+    is_message = name.startswith("c10d::") and name.endswith("_")
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        by_schema = argument.alias_info is not None and argument.alias_info.is_write
+        if by_schema or (is_message and index == 0):
             found += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
     return found
 

@@ -135,6 +135,27 @@ def stepped(name, ways):
     return found
 
 
+def two_linears(seed, recipe):
+    torch.manual_seed(seed)
+    return f8.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16(), recipe)
+
+
+def broadcast(backend):
+    """Whether a model multiplies by what was broadcast to it, and whether a backward of older weights raises."""
+    sent, x = two_linears(0, f8.recipes.rowwise()), torch.randn(32, 64, dtype=torch.bfloat16)
+    model = two_linears(rank(), f8.recipes.rowwise(cache_weights=True))
+    call = torch.compile(model, backend=backend) if backend else model
+    call(x).float().sum().backward()  # makes codes
+    y = call(x)
+    f8.parallel.broadcast_parameters(model, group=GROUPS["pair"])
+    same = torch.equal(call(x), sent(x))
+    try:
+        y.float().sum().backward()
+    except RuntimeError as error:
+        return same, "has been modified by an inplace operation" in str(error)
+    return same, False
+
+
 def sets_of(kind, name):
     """The sets of codes of all weights that travel as codes."""
     weights = {"dense": 6, "turned": 4, "experts": 4}[kind]
@@ -189,6 +210,11 @@ def test_shards_make_their_codes_once_a_step_and_have_the_same_bits(ranks, kind,
 def test_what_a_step_writes_is_seen_though_no_version_counts_it(ranks, recipe, ways):
     for found in ranks.run(stepped, recipe, ways, within="pair"):
         assert found == found[:1] * len(found)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_parameters_that_were_broadcast_have_codes_of_their_own(ranks, backend):
+    assert ranks.run(broadcast, backend, within="pair") == [(True, True)] * 2
 
 
 @pytest.mark.parametrize(("recipe", "mesh"), [("rowwise", "FSDP + TP"), ("blockwise", "HSDP")])

@@ -136,7 +136,20 @@ CHANGES = {
     "copy_": lambda p: p.copy_(p.clone() * 3),
     "init": lambda p: nn.init.constant_(p, 3.0),
     "foreach": lambda p: torch._foreach_mul_([p], 3),
+    "all_reduce": lambda p: dist.all_reduce(rows_of_shard(p), group=GROUPS["pair"]),
+    "recv": lambda p: tripled_by_the_other(rows_of_shard(p)),
 }
+
+
+def rows_of_shard(parameter):
+    return parameter.to_local()[:100]  # which both ranks have
+
+
+def tripled_by_the_other(rows):
+    """Write three times the other rank's rows into this rank's."""
+    message = dist.isend(rows * 3, group=GROUPS["pair"], group_dst=1 - rank())
+    dist.recv(rows, group=GROUPS["pair"], group_src=1 - rank())
+    message.wait()
 
 
 def stepped(parameter, **options):
@@ -164,6 +177,21 @@ def change_is_seen(name):
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_weight_gets_new_scales(ranks, name):
     assert ranks.run(change_is_seen, name, within="pair") == [[]] * 2
+
+
+def writes_counted_by_a_send():
+    """How many writes rank 0 counts while it sends a shard to rank 1, which has nothing to count."""
+    local = pair_of().blocks[0].inner["gate"].weight.to_local()
+    before = local.edits.count
+    if rank() == 0:
+        dist.send(local.contiguous(), group=GROUPS["pair"], group_dst=1)
+    else:
+        dist.recv(torch.empty(101, local.shape[1], dtype=local.dtype), group=GROUPS["pair"], group_src=0)
+    return local.edits.count - before
+
+
+def test_a_shard_that_one_rank_sends_is_not_written_to_so_no_rank_waits_for_amaxes(ranks):
+    assert ranks.run(writes_counted_by_a_send, within="pair") == [0, 0]
 
 
 # ---------------------------------------------------------------------------------- checkpoints

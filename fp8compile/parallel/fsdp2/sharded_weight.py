@@ -150,10 +150,10 @@ class ShardedWeight(FullyShardHooks, Tensor):
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda weight: weight.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
+        for weight in written_arguments(func, args, kwargs):
+            if isinstance(weight, ShardedWeight):
+                weight.edits.count += 1
         if func._schema.is_mutable:
-            for weight in written_arguments(func, args, kwargs):
-                if isinstance(weight, ShardedWeight):
-                    weight.edits.count += 1
             return return_and_correct_aliasing(func, args, kwargs, out)
         if func not in VIEWS and func not in COPIES:
             return out
