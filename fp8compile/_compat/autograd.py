@@ -126,7 +126,7 @@ def _records_nothing() -> bool:
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     """Return the dtype to which autocast casts on a tensor's device; None if autocast is off there, or on ``meta``."""
-    if not torch._C._is_any_autocast_enabled():  # a third of the time of a question for one device
+    if not torch._C._is_any_autocast_enabled():  # takes less time than to ask for one device
         return None
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None

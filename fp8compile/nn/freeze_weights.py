@@ -36,14 +36,17 @@ def _frozen(recipe: Recipe) -> Recipe | None:
             "freeze_weights: a layer has delayed scaling for the output, and other quantizers of its weight for "
             "grad_input, so that one set of codes does not serve both. Take fp8compile.recipes.delayed()."
         )
-    return Recipe(
-        input=recipe.input,
-        weight=recipe.weight,
-        fast_accumulation_output=recipe.fast_accumulation_output,
-        dequantized_output=recipe.dequantized_output,
+    return replace(
+        recipe,
+        grad_output=None,
+        weight_for_grad_input=None,
+        grad_output_for_grad_weight=None,
+        input_for_grad_weight=None,
+        fast_accumulation_grad_input=False,
+        fast_accumulation_grad_weight=False,
+        keep_weight_codes=False,
+        cache_weights=False,
         dequantized_gradients=True,
-        emulate=recipe.emulate,
-        by_mx=recipe.by_mx,
     )
 
 

@@ -22,6 +22,7 @@ from fp8compile.ops.layer.quantize_over_ranks import quantize_part
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (
     QuantizedParameter,
+    QuantizedTensor,
     in_place_of,
     is_quantized_parameter,
     quantize,
@@ -103,25 +104,23 @@ def quantized_part(weight: DTensor, quantizers: Sequence[Quantizer], outer_amax:
     for index, dim in sharded_dims(weight.placements):
         sizes = chunk_sizes(weight.shape[dim], mesh.size(index))
         options = {"group": mesh.get_group(index), "shard_dim": dim, "sizes": sizes}
-    if outer_amax is None:
-        sets = [_codes_of(local, quantizer, options) for quantizer in quantizers]
-    else:
-        part = Plain(local, TensorLayout(sharding_of(weight)))
-        sets = [_by_outer_amax(part, quantizer, outer_amax) for quantizer in quantizers]
+    part = Plain(local, TensorLayout(sharding_of(weight)))
+    sets = [_codes_of(part, quantizer, options, outer_amax) for quantizer in quantizers]
     options.pop("sizes", None)
     return wrapped_like(QuantizedParameter.of_sets(sets, local.dtype, **options), weight)
 
 
-def _codes_of(local: Tensor, quantizer: Quantizer, options: dict[str, Any]) -> Quantized:
-    """Quantize a rank's shard of a weight; ``options`` are the arguments of `quantize` that describe the shard."""
-    q, own = quantize(local, quantizer, **options), quantizer.for_shape(local.shape)
-    codes = q.codes if own == q.quantizer else two_a_byte(q.codes, own)
-    return Quantized(codes=codes, scale=q.scale, quantizer=own, outer_scale=q.outer_scale)
+def _codes_of(part: Plain, quantizer: Quantizer, options: dict[str, Any], outer_amax: Tensor | None) -> Quantized:
+    """Quantize a rank's shard of a weight, of which no block is on two ranks.
 
-
-def _by_outer_amax(part: Plain, quantizer: Quantizer, outer_amax: Tensor) -> Quantized:
-    """Quantize a rank's shard of a weight, of which no block is on two ranks, with a scale that weights share."""
-    found, own = quantize_part(part, quantizer, outer_amax=outer_amax), quantizer.for_shape(part.local.shape)
+    ``options`` are the arguments of `quantize` that describe the shard. ``outer_amax`` is that of `quantized_part`.
+    """
+    found: QuantizedTensor | Quantized
+    if outer_amax is None:
+        found = quantize(part.local, quantizer, **options)
+    else:
+        found = quantize_part(part, quantizer, outer_amax=outer_amax)
+    own = quantizer.for_shape(part.local.shape)
     codes = found.codes if own == found.quantizer else two_a_byte(found.codes, own)
     return Quantized(codes=codes, scale=found.scale, quantizer=own, outer_scale=found.outer_scale)
 

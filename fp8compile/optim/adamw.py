@@ -112,8 +112,14 @@ class AdamW(MomentOptimizer):
         bf16_stochastic_round: bool = False,
         backend: Backend = "inductor",
     ) -> None:
-        refused = {"amsgrad": amsgrad, "foreach": foreach, "fused": fused}
-        self.check_refused(refused | {"capturable": capturable, "differentiable": differentiable})
+        refused = {
+            "amsgrad": amsgrad,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
+        }
+        self.check_refused(refused)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -43,8 +43,11 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     Schemas of ``torch.distributed`` name no writes. Its ops whose names end in ``_`` write to their first argument.
     """
-    name, found = func._schema.name, []
+    name = func._schema.name
     is_message = name.startswith("c10d::") and name.endswith("_")
+    found: list[Any] = []
+    if not is_message and not func._schema.is_mutable:
+        return found
     for index, argument in enumerate(func._schema.arguments):
         by_schema = argument.alias_info is not None and argument.alias_info.is_write
         if by_schema or (is_message and index == 0):

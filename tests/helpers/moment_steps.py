@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 import torch
 from torch import nn
 
 from fp8compile.testing.bits import difference
 
-__all__ = ["differences", "gradient", "parameter", "saved", "train"]
+__all__ = ["differences", "gradient", "parameter", "train"]
 
 
 def parameter(*shape, seed=0, dtype=torch.float32):
@@ -38,11 +36,3 @@ def differences(params, optimizer, others, other):
         pairs = [(mine.detach(), theirs.detach()), *((states[0][key], states[1][key]) for key in states[0])]
         found += [words for pair in pairs if (words := difference(*pair)) is not None]
     return found
-
-
-def saved(value):
-    """A value as a file has it."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch_files import through_a_file
 
 import fp8compile as f8
 
@@ -26,13 +26,6 @@ def model_of(recipe, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     return f8.convert(model, recipe, filter="*", quantized_parameters=True)
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_codes_of_another_format_raise_and_change_nothing(assert_bits_equal):

@@ -8,10 +8,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from moment_steps import differences, gradient, parameter, saved, train
+from moment_steps import differences, gradient, parameter, train
 from moments_by_hand import AdamWByHand
 from torch import nn
 from torch._dynamo.utils import counters
+from torch_files import through_a_file
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
@@ -261,7 +262,7 @@ def test_a_run_that_is_resumed_has_the_same_bits():
 
     params, optimizer = made()
     train(params, optimizer, 0, 3)
-    states = saved([[p.detach() for p in params], optimizer.state_dict()])
+    states = through_a_file([[p.detach() for p in params], optimizer.state_dict()])
     others, other = made()
     for p, values in zip(others, states[0], strict=True):
         p.data.copy_(values)
@@ -580,7 +581,7 @@ def test_masters_of_quantized_weights_have_moments_as_codes():
         state = optimizer.state[model[0].weight]
         assert state["exp_avg_codes"].dtype == torch.uint8
         assert ("master" in state) == keep
-        files = saved([model.state_dict(), optimizer.state_dict()])
+        files = through_a_file([model.state_dict(), optimizer.state_dict()])
         other_model = run(seed=1)
         other = f8.MasterWeights(f8.optim.AdamW, other_model.parameters(), lr=0.01, keep=keep, backend=None)
         other_model.load_state_dict(files[0])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moment_steps import differences, gradient, parameter, saved, train
+from moment_steps import differences, gradient, parameter, train
 from torch import nn
+from torch_files import through_a_file
 
 import fp8compile as f8
 from fp8compile.testing.bits import difference
@@ -52,7 +53,7 @@ def test_a_run_that_is_resumed_has_the_same_bits():
     params, others = ([parameter(64, 160)] for _ in range(2))
     optimizer, other = muon(params), muon(others)
     train(params, optimizer, 0, 2)
-    values, state = saved([params[0].detach(), optimizer.state_dict()])
+    values, state = through_a_file([params[0].detach(), optimizer.state_dict()])
     others[0].data.copy_(values)
     other.load_state_dict(state)
     train(params, optimizer, 2, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch_files import through_a_file
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
@@ -46,13 +46,6 @@ def same(found, weight):
     return type(found) is torch.Tensor and torch.equal(bits(found), bits(weight.plain))
 
 
-def through_file(weight):
-    file = io.BytesIO()
-    torch.save(weight, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 AS_ANY_TENSOR = {
     "data_ptr": lambda w: w.data_ptr() == w.plain.data_ptr() == w.untyped_storage().data_ptr() != 0,
     "bytes of the storage": lambda w: bytes(w.untyped_storage()) == bytes(w.plain.untyped_storage()),
@@ -62,7 +55,7 @@ AS_ANY_TENSOR = {
     "tolist": lambda w: w.tolist() == w.plain.tolist(),
     "dlpack": lambda w: torch.from_dlpack(w).data_ptr() == w.data_ptr(),
     "safetensors": lambda w: same(load(save({"w": w}))["w"], w),
-    "torch.save": lambda w: same(through_file(w), w),
+    "torch.save": lambda w: same(through_a_file(w), w),
     "pickle": lambda w: same(pickle.loads(pickle.dumps(w)), w),
     "sent to a process": lambda w: same(pickle.loads(bytes(ForkingPickler.dumps(w))), w),
     "share_memory_": lambda w: w.share_memory_() is w and w.is_shared() and w.plain.is_shared(),

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
+from torch_files import through_a_file
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
@@ -203,19 +204,12 @@ def keys_and_values():
     for name, value in codes.items():
         if not torch.equal(bits(plain[name].full_tensor()), bits(value.full_tensor())):
             found.append(name)
-    for name, value in pickled(codes).items():
+    for name, value in through_a_file(codes).items():
         if type(value._local_tensor) is not torch.Tensor:
             found.append(f"{name} is a {type(value._local_tensor).__name__} in a file")
         if not torch.equal(bits(plain[name]._local_tensor), bits(value._local_tensor)):
             found.append(f"{name} in a file")
     return found
-
-
-def pickled(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_state_dict_is_that_of_the_unconverted_model(ranks):
@@ -232,7 +226,7 @@ def loaded(how):
         if how == "copy":
             model.load_state_dict(state_dict)
         elif how == "assign":
-            model.load_state_dict(pickled(state_dict), assign=True)
+            model.load_state_dict(through_a_file(state_dict), assign=True)
         else:
             set_model_state_dict(model, get_model_state_dict(source))
         with counted(collectives, "all_reduce_amax") as reduced:

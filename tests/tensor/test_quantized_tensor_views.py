@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import pickle
 import random
@@ -11,6 +10,7 @@ import random
 import pytest
 import torch
 from quantized_samples import QUANTIZERS, fake_group, spread_values
+from torch_files import through_a_file
 
 import fp8compile as f8
 
@@ -53,13 +53,6 @@ def keeps_last_dim(quantizer, shape):
     return len(shape) >= 2 or quantizer.block == (-1, -1)
 
 
-def torch_saved(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 # name: (view, whether a tensor of this quantizer and shape has it); where not, a TypeError
 VIEWS = {
     "detach": (lambda x: x.detach(), always),
@@ -68,7 +61,7 @@ VIEWS = {
     "deepcopy": (copy.deepcopy, always),
     "copy": (copy.copy, always),
     "pickle": (lambda x: pickle.loads(pickle.dumps(x)), always),
-    "torch.save": (torch_saved, always),
+    "torch.save": (through_a_file, always),
     "to cpu": (lambda x: x.to("cpu", copy=True), always),
     "t": (lambda x: x.t(), at_most_2d),
     "t twice": (lambda x: x.t().t(), at_most_2d),
