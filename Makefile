@@ -1,5 +1,6 @@
 # make train   install into .venv, train FP8 beside bf16, print the table
-# make test    install into .venv, lint, run the tests (what CI runs)
+# make test    install into .venv, lint, run the quick tests
+# .ci/run      make test, then a slice of the slow tests and of another PyTorch (what CI runs)
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -8,13 +9,19 @@ TORCH ?= torch==2.13.0
 # Its Triton, which a CPU build leaves out; for the generated GPU code. Empty with a CUDA build, which brings its own.
 TRITON ?= triton==3.7.1
 WORKERS ?= 2
+# Of `make test-slice`: which tests, into how many slices of equal duration, and which of them runs.
+MARK ?= slow
+SLICES ?= 8
+SLICE ?= 1
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+DURATIONS := --durations-path tests/durations.json
 # The Python of `make gpu`: this one if it is installed, else the machine's.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install train test test-full lint docs release gpu gpu-rehearsal gpu-wheels clean
+.PHONY: install train test test-full test-slice durations lint docs release gpu gpu-rehearsal gpu-decide gpu-wheels clean
 
 install: $(INSTALLED)
 
@@ -31,13 +38,20 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m benchmarks.house --budget
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations 25
+	$(PYTEST) -m "not slow" --durations 25
 
 test-full: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-	$(BIN)/python tests/products.py
+	$(PYTEST)
+
+test-slice: $(INSTALLED)
+	$(PYTEST) -m "$(MARK)" --splits $(SLICES) --group $(SLICE) --splitting-algorithm least_duration $(DURATIONS)
+
+# how long each slow test takes, for slices of equal duration; two hours on 2 quiet cores
+durations: $(INSTALLED)
+	$(PYTEST) -m slow --store-durations --clean-durations $(DURATIONS)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
@@ -50,8 +64,12 @@ release:
 gpu gpu-rehearsal:
 	PYTHON=$(GPU_PYTHON) bash benchmarks/gpu_all.sh $(if $(filter gpu-rehearsal,$@),--rehearse)
 
+# which kernels to change: 15 minutes of timings, the most valuable first; DECIDE=--dry-run tries it without a GPU
+gpu-decide:
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m benchmarks.gpu_decide $(DECIDE)
+
 gpu-wheels:
 	PYTHON=$(GPU_PYTHON) bash benchmarks/gpu_wheels.sh
 
 clean:
-	rm -rf $(VENV) dist build runs site .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-* dist build runs site .pytest_cache .ruff_cache .mypy_cache

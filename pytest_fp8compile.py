@@ -1,12 +1,13 @@
 """The pytest plugin of fp8compile: guards tests against graph breaks and recompiles, and runs programs of GPUs.
 
 Pytest loads this file in every run, so it imports nothing heavy. PyTorch is imported by the first test that uses a
-marker or a fixture; `fp8compile.testing.graphs.plugin` and `fp8compile.testing.gpu.plugin` implement them.
+marker or a fixture; `fp8compile.testing.graphs.plugin` and `fp8compile.testing.gpu.program.plugin` implement them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -16,8 +17,12 @@ MARKER = "fullgraph(max_breaks=0, max_recompiles=0, own=None, max_bypasses=None,
 GPU_MARKER = "gpu_program(arch='h200', **options)"
 USES_FIXTURE = pytest.StashKey[bool]()  # on a test: it has our fixture, and not another one of that name
 # what a guarded test leaves in its report, and in JUnit's XML: `fp8compile.testing.graphs.plugin.PROPERTIES`, short
-COUNTS = ("graphs", "breaks", "recompiles", "bypasses", "saved_bytes", "sent_bytes")
+COUNTS = (
+    "graphs", "breaks", "recompiles", "bypasses", "saved_bytes", "sent_bytes", "launches", "gemms", "gpu_bytes",
+)  # fmt: skip
 BASELINE = "graph_baseline"
+# PyTorch's structured log has its content beside the message, and pytest prints thousands of empty messages
+EMPTY = re.compile(r"^DEBUG +torch\.__trace:\S+[ \t]*$\n?", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,8 +80,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remove PyTorch's log lines from the report of a test that a limit or its baseline fails: they repeat it."""
+    """Remove lines of PyTorch's logs: empty ones, and those that repeat why a limit or a baseline fails a test."""
     report = yield
+    report.sections = [
+        (title, kept)
+        for title, text in report.sections
+        if (kept := EMPTY.sub("", text) if title.startswith("Captured log") else text)
+    ]
     if report.failed and _is_guarded(item):
         from fp8compile.testing.graphs.plugin import without_compilers_log
 
@@ -91,6 +101,15 @@ def graph_report(request: pytest.FixtureRequest) -> Callable:
 
     request.node.stash[USES_FIXTURE] = True
     return recorded_graph_report(request.node)
+
+
+@pytest.fixture
+def gpu_kernels(request: pytest.FixtureRequest) -> Callable:
+    """A ``fp8compile.testing.gpu_kernels`` whose launches, GEMMs and bytes also count for the test's baseline."""
+    from fp8compile.testing.gpu.program.plugin import recorded_gpu_kernels
+
+    request.node.stash[USES_FIXTURE] = True
+    return recorded_gpu_kernels(request.node)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -118,7 +137,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def gpu_program(request: pytest.FixtureRequest) -> Callable:
     """A ``fp8compile.testing.run_gpu_program`` for the marker's GPU; a difference fails the test."""
-    from fp8compile.testing.gpu.plugin import program_runner
+    from fp8compile.testing.gpu.program.plugin import program_runner
 
     marker = request.node.get_closest_marker("gpu_program")
     options = {} if marker is None else {name: given for name, given in marker.kwargs.items() if name != "arch"}

@@ -38,7 +38,7 @@ def _properties(recipe: str) -> tuple[bool, bool, bool, bool]:
     """Whether grad_weight is in bf16, what a scale depends on comes first, that in the backward, codes are kept."""
     # along tokens a rowwise scale depends on all of them
     return (
-        recipe == "rowwise_bf16_wgrad",
+        recipe.endswith("bf16_wgrad"),
         recipe == "tensorwise",
         recipe in ("tensorwise", "rowwise"),
         recipe == "delayed",

@@ -86,11 +86,11 @@ def _section(rows: list[Row], layers: int, width: int) -> list[str]:
         for each in rows
     ]
     return [
-        f"Microseconds of a layer and call, for a chain of {layers} layers of width {width}, {TOKENS} tokens,",
-        "rowwise, without gradients. Others used the CPU too: read ratios. Layers are so small",
-        "that the time is the host's: in eager mode finding codes costs less than making them; a compiled",
-        'call asks for each weight whether its codes hold. A "graph" that computes nothing has guards and',
-        "inputs alone.",
+        f"Microseconds per layer and call, for a chain of {layers} layers of width {width}, {TOKENS} tokens,",
+        "rowwise, without gradients. Other programs used the CPU too, so only ratios count. Layers are so small",
+        "that this is host time: in eager mode, finding a cached weight costs less than quantizing it; a",
+        'compiled call checks for each weight whether the cache is valid. A "graph" that computes nothing has',
+        "only guards and inputs.",
         "`python -m benchmarks.cached_overhead --page` writes this section.",
         "",
         "| call | without | cached | ratio |",

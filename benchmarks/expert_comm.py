@@ -25,7 +25,7 @@ from fp8compile.testing import graph_report
 __all__ = ["expert_comm_row"]
 
 SIZES = {"rows": 512, "dim": 2048, "hidden": 32, "experts": 16, "ranks": 8}
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "blockwise_bf16_wgrad", "mxfp8")
 MESSAGES = {"dispatch": ("dispatch", False), "combine": ("combine", False)} | {
     "gradient of y": ("dispatch", True),
     "gradient of rows": ("combine", True),

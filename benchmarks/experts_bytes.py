@@ -33,7 +33,15 @@ from fp8compile.testing import gpu_kernels
 __all__ = ["CONTENDERS", "ON_B200", "SIZES", "experts_row", "least_experts", "recipe_of_experts"]
 
 SIZES = {"rows": 65536, "dim": 2048, "hidden": 768, "experts": 16}
-RECIPES = ("rowwise_bf16_wgrad", "rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+RECIPES = (
+    "rowwise_bf16_wgrad",
+    "rowwise",
+    "tensorwise",
+    "blockwise",
+    "blockwise_bf16_wgrad",
+    "mxfp8",
+    "nvfp4",
+)
 ON_B200 = ("mxfp8", "nvfp4")
 
 
@@ -42,7 +50,7 @@ def least_experts(recipe: str, *, rows: int, dim: int, hidden: int, experts: int
     x, h, w = rows * dim, rows * hidden, 3 * experts * dim * hidden  # elements
     if recipe == "nvfp4":
         return _least_in_four_bits(x, h, w)
-    in_bf16, bf16_wgrad = recipe == "bf16", recipe in ("bf16", "rowwise_bf16_wgrad")
+    in_bf16, bf16_wgrad = recipe == "bf16", recipe == "bf16" or recipe.endswith("bf16_wgrad")
     again = recipe in ("tensorwise", "rowwise")  # what is cast along tokens is read once more, behind its amax
     codes = 0 if in_bf16 else 1 if bf16_wgrad else 2  # of a tensor: along rows, and along tokens
     kept = 2 if bf16_wgrad else 0  # bytes of what a product over tokens has in bf16
@@ -54,8 +62,8 @@ def least_experts(recipe: str, *, rows: int, dim: int, hidden: int, experts: int
         "weights of the router": 4 * x,
         "gradient of y": (4 + 2 * again) * x + (codes + kept) * x,
         "activation backward": (6 + 6 * again) * h + 2 * (codes + kept) * h,
-        # PyTorch leaves it unwritten in bf16; the blockwise kernel writes it itself
-        "tail of dx": 0 if recipe in ("bf16", "blockwise") else 4 * x,
+        # PyTorch leaves it unwritten in bf16; our grouped GEMM writes it itself
+        "tail of dx": 4 * x if recipe == "mxfp8" else 0,
         "output products": row * (x + h + w) + 4 * h + 2 * x,
         "grad_input products": row * (x + 2 * h + w) + 2 * h + 2 * x,
         "grad_weight products": token * (2 * x + 3 * h) + 2 * w,

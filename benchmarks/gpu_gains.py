@@ -39,20 +39,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "gpu-gains.md"
 TOKENS, SHAPE = 8192, SHAPES["llama3-8b"]
 HEAD = """# What each recipe can gain, by peaks
 
-Written by `python -m benchmarks.gpu_gains`: the least time in bf16 over the least time with the
-recipe, by published peaks, for the feed-forward of Llama-3-8B with 8192 tokens, forward and
-backward. Products and casts are counted. **A bound and no measurement**: [what an H200
-needed](h200.md). "-" is a GPU without the recipe's products; [why](support.md).
+Written by `python -m benchmarks.gpu_gains`: the minimum time in bf16 divided by the minimum time
+with the recipe, from published peak rates, for the feed-forward of Llama-3-8B with 8192 tokens,
+forward and backward. GEMMs and casts are counted. **This is an upper bound, not a measurement**: see
+[an H200](h200.md). "-" is a GPU without the recipe's GEMMs; see [why](support.md).
 `fp8compile explain TARGET --gpu rtx5090` computes it for a model.
 """
 SHARED = """
 ## Two GPUs of a desktop
 
-The same block with its parameters shared by two GPUs (`graph_fsdp`), which reach each other by
-PCIe; gradients are sent in float32, as in [its page](../graph-fsdp.md). Numbers are of one GPU,
-again bounds by peaks; casts are not among the products here.
+The same block with its parameters sharded over two GPUs (`graph_fsdp`) that are connected by PCIe;
+gradients are sent in float32, as in [its page](../graph-fsdp.md). Numbers are for one GPU, again
+from peak rates; casts are not included here.
 """
-COLUMNS = ("GPU", "recipe", "MB sent", "least ms of products", "least ms of messages")
+COLUMNS = ("GPU", "recipe", "MB sent", "minimum ms of GEMMs", "minimum ms of communication")
 TWO = ("l40s", "rtx5090")
 RECIPES = {
     "`tensorwise()`": f8.recipes.tensorwise(),

@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.mlp import Mlp
-from fp8compile.testing.explain.launched_kernels import launched_kernels
 from fp8compile.testing.gpu.compiled import compiled_kernels, halved, unpipelined
 from fp8compile.testing.gpu.cubin import KernelResources, assembled
 from fp8compile.testing.gpu.gpus import GPUS, Gpu
@@ -119,8 +118,8 @@ def _fits(kernel: KernelResources, gpu: Gpu) -> bool:
     )
 
 
-def _generated(found: Schedule, gpu: Gpu) -> Iterator[KernelResources]:
-    """Each generated kernel in its first configuration that fits, or in its first one if none does.
+def _that_fit(found: Schedule, gpu: Gpu) -> Iterator[KernelResources]:
+    """Each kernel in its first configuration that fits, or in its first one if none does.
 
     Those that Inductor adds on the GPU are tried too: half the block of a reduction where registers are many, and no
     pipelining where shared memory is short.
@@ -149,9 +148,9 @@ def resources_of(arch: str, block: str, recipe: str) -> Resources:
         graphs = gpu_graphs(*BLOCKS[block](recipe), gpu)
         schedules = [schedule(graph, gpu) for graph in graphs]
     torch._dynamo.reset()
-    generated = tuple(kernel for found in schedules for kernel in _generated(found, gpu))
-    ours = tuple(assembled(kernel, gpu) for found in schedules for kernel in launched_kernels(found, gpu))
-    return Resources(gpu, generated, ours)
+    kernels = [kernel for found in schedules for kernel in _that_fit(found, gpu)]
+    generated = tuple(each for each in kernels if each.name.startswith("triton_"))
+    return Resources(gpu, generated, tuple(each for each in kernels if each not in generated))
 
 
 def _rows() -> dict[tuple[str, ...], list[str]]:

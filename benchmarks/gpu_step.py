@@ -47,6 +47,7 @@ __all__ = [
 STATISTICS = ("amax", "saturation", "underflow")
 LAYER = {"cuda": ("llama3-8b", 8192), "cpu": ("tiny", 64)}
 EXPERTS = {"cuda": (65536, 2048, 768, 128), "cpu": (64, 32, 32, 4)}  # rows, dim, hidden, experts
+WITH_EXPERTS = ("rowwise_bf16_wgrad", "rowwise", "blockwise", "blockwise_bf16_wgrad")
 KINDS = ("exact", "codes", "read by a Monitor")
 PARTS = ("layer", "experts", "optimizer")
 
@@ -93,9 +94,9 @@ def layer_row(contender: str, kind: str, rounds: int) -> Row:
     return row
 
 
-def experts_steps() -> dict[str, Callable[[], object]]:
-    """The experts' feed-forward, forward and backward, in bfloat16 and with recipes."""
-    rows, dim, hidden, experts = EXPERTS[device()]
+def experts_steps(sizes: tuple[int, ...] | None = None) -> dict[str, Callable[[], object]]:
+    """The experts' feed-forward, forward and backward, in bfloat16 and with recipes; see ``EXPERTS`` for sizes."""
+    rows, dim, hidden, experts = sizes or EXPERTS[device()]
     torch.manual_seed(0)
     *tensors, _ = experts_arguments(rows, dim, hidden, experts)
     values = [torch.randn_like(each, device=device()).mul_(0.1).requires_grad_() for each in tensors]
@@ -108,7 +109,7 @@ def experts_steps() -> dict[str, Callable[[], object]]:
         compiled = machine().compile(partial(feed_forward, recipe=recipe), dynamic=False)
         return lambda: torch.autograd.grad(compiled(*values, ends), values, grad)
 
-    recipes = {name: f8.recipes.by_name(name) for name in ("rowwise_bf16_wgrad", "rowwise", "blockwise")}
+    recipes = {name: f8.recipes.by_name(name) for name in WITH_EXPERTS}
     recipes["rowwise, fast accumulation"] = replace(
         recipes["rowwise"], fast_accumulation_grad_input=True, fast_accumulation_grad_weight=True
     )

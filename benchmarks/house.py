@@ -3,6 +3,8 @@
     python -m benchmarks.house                           this checkout beside the one before the rebuild
     python -m benchmarks.house --tree PATH --json        the numbers of another checkout, as JSON
     python -m benchmarks.house --write                   the table of docs/results/house.md
+    python -m benchmarks.house --counts                  lines, ops, classes and cycles alone, without a measurement
+    python -m benchmarks.house --budget                  fails if the core has more lines than its budget
 
 What each number means is in docs/results/house.md.
 """
@@ -16,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.house_counts import counts, over_budget
 from benchmarks.house_source import packages, source_row
 from benchmarks.table import Row, lines
 
@@ -97,7 +100,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=400, help="of the measurement of times")
     parser.add_argument("--json", action="store_true", help="the checkout's numbers alone")
     parser.add_argument("--write", action="store_true", help="put the table into docs/results/house.md")
+    parser.add_argument("--counts", action="store_true", help="lines, ops, classes and cycles alone")
+    parser.add_argument("--budget", action="store_true", help="fail if the core has more lines than its budget")
     args = parser.parse_args()
+    if args.budget:
+        sys.exit("\n".join(over_budget(args.tree.resolve())) or 0)
+    if args.counts:
+        for name, value in counts(args.tree.resolve()).items():
+            print(f"{name:<52} {value}")
+        return
     found = measured(args.tree.resolve(), args.rounds)
     if args.json:
         print(json.dumps(found, indent=1))

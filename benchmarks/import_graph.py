@@ -1,4 +1,4 @@
-"""Which files of a package import which others, and where that goes in a circle.
+"""Which files and folders of a package import which others, and where that goes in a circle.
 
 Imports inside of functions count; those under ``TYPE_CHECKING`` don't, for no program runs them.
 """
@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["circles", "imports_of"]
+__all__ = ["circles", "folder_circles", "folder_imports", "imports_of"]
 
 
 def _module_name(path: Path, root: Path) -> str:
@@ -66,13 +66,42 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def circles(root: Path) -> list[frozenset[str]]:
-    """Modules that import one another, directly or by others: each group once, none of which is within another."""
-    graph = imports_of(root)
-    reachable = {module: _reachable(graph, module) for module in graph}
+def _circles(graph: Mapping[str, set[str]]) -> list[frozenset[str]]:
+    reachable = {name: _reachable(graph, name) for name in graph}
     groups = {
-        frozenset(other for other in found if module in reachable[other])
-        for module, found in reachable.items()
-        if module in found
+        frozenset(other for other in found if name in reachable[other])
+        for name, found in reachable.items()
+        if name in found
     }
     return sorted(groups, key=sorted)
+
+
+def circles(root: Path) -> list[frozenset[str]]:
+    """Modules that import one another, directly or by others: each group once, none of which is within another."""
+    return _circles(imports_of(root))
+
+
+def folder_imports(root: Path) -> dict[str, set[str]]:
+    """For each folder of a package, other folders of it that its files import; a folder in a folder is another one.
+
+    The names that an ``__init__`` lists from folders within its own do not count, because a package may export what
+    its folders define. The root's own ``__init__`` does not count at all.
+    """
+    packages = {".".join(path.parent.relative_to(root.parent).parts) for path in root.rglob("__init__.py")}
+    graph: dict[str, set[str]] = {package: set() for package in packages}
+    for module, imported in imports_of(root).items():
+        own = module if module in packages else module.rpartition(".")[0]
+        for each in imported:
+            other = each if each in packages else each.rpartition(".")[0]
+            if not (module in packages and other.startswith(f"{own}.")):
+                graph[own].add(other)
+    for own, others in graph.items():
+        others.discard(own)
+        others.discard(root.name)
+    graph.pop(root.name)
+    return graph
+
+
+def folder_circles(root: Path) -> list[frozenset[str]]:
+    """Folders that import one another, directly or by others, as `folder_imports` counts it."""
+    return _circles(folder_imports(root))

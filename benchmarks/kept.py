@@ -5,8 +5,8 @@ layer            one more decoder layer of both blocks, so with the inputs of bo
 experts          the feed-forward of `benchmarks.experts_bytes`: 65,536 rows, 16 experts
 
 exact            same bits as where everything is kept
-default codes    with `fp8compile.SavedAsCodes()`
-all codes        with codes of every kind of `fp8compile.SavedTensor`
+default          with `fp8compile.SavedAsCodes()`
+all              with every kind of `fp8compile.SavedTensor` compressed
 
 Counted in the graphs that Inductor would get for an H200 (mxfp8, nvfp4: B200); each storage counts once. The block's
 own input and its parameters are arguments. Seconds a row, without Triton.
@@ -40,8 +40,8 @@ TOKENS = 8192
 BLOCKS = ("mlp", "attention", "layer", "experts")
 SAVED = {
     "exact": None,
-    "default codes": f8.SavedAsCodes(),
-    "all codes": f8.SavedAsCodes(filter=("norm", "activation", "checkpoint", "attention", "gemm", "other")),
+    "default": f8.SavedAsCodes(),
+    "all": f8.SavedAsCodes(filter=("norm", "activation", "checkpoint", "attention", "gemm", "other")),
 }
 
 

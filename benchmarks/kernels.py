@@ -19,7 +19,6 @@ from functools import cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fp8compile as f8
 from benchmarks.blocks import SHAPES, Shape, block
 from benchmarks.mlp import VARIANTS, contenders
 from benchmarks.roofline import bound_ms
@@ -27,9 +26,7 @@ from benchmarks.table import Row, emit
 from fp8compile.testing import gpu_kernels
 from fp8compile.testing.gpu.kernels import GpuCode
 
-__all__ = ["kernel_row", "launches_inside"]
-
-FILLS = "fp8compile.quantize_weight.default"
+__all__ = ["kernel_row"]
 
 
 def _unit(gemm: str) -> str:
@@ -57,16 +54,6 @@ def arch_for(contender: str) -> str:
     return "b200" if contender.startswith(("mx", "nv")) else "h200"
 
 
-def launches_inside(code: GpuCode, model: torch.nn.Module) -> int:
-    """Bytes of what opaque ops launch and Inductor doesn't see: `quantize_weight` fills its amaxes with zeros.
-
-    Its codes, scales and amaxes are outputs, which are counted; so are those of `quantize_both`, one kernel each.
-    """
-    if not any(launch.name == FILLS for launch in code.launches):
-        return 0
-    return sum(4 * layer.in_features for layer in model.modules() if isinstance(layer, f8.Linear))
-
-
 @cache
 def kernel_row(contender: str, m: int, shape: Shape, kind: str = "mlp") -> Row:
     """Kernels, GEMMs and bytes of one contender."""
@@ -74,17 +61,16 @@ def kernel_row(contender: str, m: int, shape: Shape, kind: str = "mlp") -> Row:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, x = block(kind, contender, m, shape)
         forward, backward = gpu_kernels(model, x, arch=arch)
-    inside = launches_inside(forward, model)
     return {
         "block": contender,
         "GPU": arch,
         "fwd kernels": len(forward.kernels),
         "fwd GEMMs": len(forward.gemms),
-        "fwd GB": (forward.bytes + inside) / 1e9,
+        "fwd GB": forward.bytes / 1e9,
         "bwd kernels": len(backward.kernels),
         "bwd GEMMs": len(backward.gemms),
         "bwd GB": backward.bytes / 1e9,
-        "sum GB": (forward.bytes + inside + backward.bytes) / 1e9,
+        "sum GB": (forward.bytes + backward.bytes) / 1e9,
         "bound ms": _bound((forward, backward), model, m, arch),
     }
 

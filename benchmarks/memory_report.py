@@ -140,7 +140,7 @@ def _full_block(kind: str, recipe: str) -> MemoryReport:
 
 
 def report_row(kind: str, recipe: str) -> Row:
-    """MB of a block of Llama 3 8B; "codes" is what it keeps if all that may be codes is."""
+    """MB of a block of Llama 3 8B; "all in FP8" is what it saves if every tensor that can be compressed is."""
     report = _full_block(kind, recipe)
     saves = sum(each.bytes - each.code_bytes for each in report.kept if each.code_bytes is not None)
     moves = sum(each.moved or 0 for each in report.kept)
@@ -148,12 +148,12 @@ def report_row(kind: str, recipe: str) -> Row:
         "block": kind,
         "recipe": recipe,
         "parameters": report.parameters / 1e6,
-        "kept": report.kept_bytes / 1e6,
-        "all codes": (report.kept_bytes - saves) / 1e6,
+        "saved": report.kept_bytes / 1e6,
+        "all in FP8": (report.kept_bytes - saves) / 1e6,
         "moved, at least": moves / 1e6,
         "forward": report.forward.bytes / 1e6,
         "backward": report.backward.bytes / 1e6,
-        "its temporaries": (report.backward.temporaries + report.backward.gradients) / 1e6,
+        "temporaries": (report.backward.temporaries + report.backward.gradients) / 1e6,
     }
 
 

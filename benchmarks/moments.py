@@ -192,7 +192,7 @@ def rare(out: Path | None) -> list[str]:
 
 def page(seeds: range, steps: int, out: Path | None) -> str:
     lines = [
-        "# Moments as codes",
+        "# FP8 optimizer states",
         "",
         f"`python -m benchmarks.moments --steps {steps} --seeds {len(seeds)} --page` writes this page.",
         "",

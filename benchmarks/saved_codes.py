@@ -5,7 +5,7 @@ moved       GB that generated code reads and writes, forward and backward, for b
 gradients   how far the gradient of a small decoder over bytes moves if tensors of one kind become codes, as a share of
             its norm; and how far from the gradient in float64 it then is. Eager mode, float32 beside the recipes' own
             casts, from the start and after some steps
-loss        of the same decoder after some steps, each seed beside itself without codes
+loss        of the same decoder after some steps, each seed compared with itself without compression
 
     python -m benchmarks.saved_codes moved [--json] [--recipes rowwise ...] [--blocks mlp ...]
     python -m benchmarks.saved_codes gradients [--json] [--recipes bf16 rowwise] [--steps 100]
@@ -67,8 +67,8 @@ def moved_gb(kind: str, recipe: str, saved: f8.SavedAsCodes | None = None) -> fl
 
 def moved_row(kind: str, recipe: str) -> Row:
     """GB of a block exact and with codes, and their ratio."""
-    exact, codes = moved_gb(kind, recipe), moved_gb(kind, recipe, SAVED["default codes"])
-    return {"block": kind, "recipe": recipe, "exact GB": exact, "default codes GB": codes, "ratio": codes / exact}
+    exact, codes = moved_gb(kind, recipe), moved_gb(kind, recipe, SAVED["default"])
+    return {"block": kind, "recipe": recipe, "exact GB": exact, "default GB": codes, "ratio": codes / exact}
 
 
 class Decoder(nn.Module):
@@ -146,10 +146,10 @@ def gradient_rows(recipe: str, *, steps: int = 0, seed: int = 0) -> list[Row]:
     wide = Decoder(seed, torch.float64)
     wide.load_state_dict({name: each for name, each in model.state_dict().items() if name in wide.state_dict()})
     oracle, exact = _gradient(wide, batch), _gradient(model, batch)
-    rows: list[Row] = [{"recipe": recipe, "codes of": "none", "moved": 0.0, "from float64": distance(exact, oracle)}]
+    rows: list[Row] = [{"recipe": recipe, "compressed": "none", "moved": 0.0, "from float64": distance(exact, oracle)}]
     for name, kinds in KINDS.items():
         found = _gradient(model, batch, _of_kinds(kinds))
-        row: Row = {"recipe": recipe, "codes of": name, "moved": distance(found, exact)}
+        row: Row = {"recipe": recipe, "compressed": name, "moved": distance(found, exact)}
         rows.append(row | {"from float64": distance(found, oracle)})
     return rows
 
@@ -171,13 +171,13 @@ def kept_loss_row(recipe: str, seed: int, steps: int, out: Path | None) -> Row:
 
 
 def loss_section(rows: Sequence[Row], steps: int) -> list[str]:
-    """The section of the page: each seed beside itself, and how far seeds are from one another."""
+    """The section of the page: each seed compared with itself, and how far seeds are from one another."""
     lines = [
-        f"Mean training loss of the last quarter of {steps} steps of that decoder, each seed beside itself",
-        "without codes, and the distance between the seeds' largest and smallest loss without; eager mode.",
-        f"`python -m benchmarks.saved_codes loss --steps {steps} --page`.",
+        f"Mean training loss of the last quarter of {steps} steps of that decoder, each seed compared with itself",
+        "without compression, and the distance between the seeds' largest and smallest loss without compression;",
+        f"eager mode. From `python -m benchmarks.saved_codes loss --steps {steps} --page`.",
         "",
-        "| recipe | seeds | loss without codes | spread of seeds | default codes, seed by seed | every kind |",
+        "| recipe | seeds | loss without compression | spread of seeds | default, seed by seed | every kind |",
         "|---|---|---|---|---|---|",
     ]
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
@@ -191,7 +191,7 @@ def loss_section(rows: Sequence[Row], steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The cost of saved tensors as codes.")
+    parser = argparse.ArgumentParser(description="The cost of FP8 activation compression.")
     parser.add_argument("what", choices=["moved", "gradients", "loss"])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--recipes", nargs="+", default=None)

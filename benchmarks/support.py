@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
 from fp8compile.ops.gemms.gpu_support import AMD_NAMES, GPU_NAMES, PRODUCTS, Gate, gates_of
-from fp8compile.ops.recipe_support import recipe_support
+from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.target import Build, Target, pretend_target
 from fp8compile.testing.gpu.gpus import GPUS as GPUS_KNOWN
 
@@ -58,6 +58,7 @@ RECIPES = {
     "rowwise": f8.recipes.rowwise(),
     "rowwise_bf16_wgrad": f8.recipes.rowwise_bf16_wgrad(),
     "blockwise": f8.recipes.blockwise(),
+    "blockwise_bf16_wgrad": f8.recipes.blockwise_bf16_wgrad(),
     "mxfp8": f8.recipes.mxfp8(),
     "nvfp4": f8.recipes.nvfp4(),
     "delayed": f8.recipes.delayed(),
@@ -69,15 +70,15 @@ OPTIONS = {  # for the tables of GPUs alone: each placement treats them as the r
 HEAD = """# Support matrix
 
 Written by `python -m benchmarks.support`, from the tables of GEMMs and by trying each placement on
-one rank. A GPU's column is what the code chooses for it; [one H200](h200.md) has run its own."""
-GEMMS_OF = """- A word is the GEMM that multiplies all three products of a layer; with several, those of output,
-  grad_input and grad_weight, where `-` is a product that the recipe leaves in bf16.
-- *no (n)*: the product raises, for the reason n. With `emulate=True` of a recipe's function a
-  linear layer runs there in float64: right, and slow."""
+one rank. A GPU's column shows what the code selects for it; [an H200](h200.md) ran its column."""
+GEMMS_OF = """- A word names the kernel of all three GEMMs of a layer; several words are those of output,
+  grad_input and grad_weight, where `-` is a GEMM that the recipe leaves in bf16.
+- *no (n)*: the GEMM raises an error, for the reason n. With `emulate=True`, a linear layer is
+  emulated in float64, which is correct but slow."""
 TRIALS = """- *yes*: forward and backward run. Under FSDP2 the cell says what is gathered.
-- *no (n)*: an error says so, for the reason n.
+- *no (n)*: an error is raised, for the reason n.
 
-On PyTorch 2.11 the tests run what needs one process; several ranks are promised from 2.13 on."""
+On PyTorch 2.11, tests cover a single process. Several ranks are supported from 2.13 on."""
 
 
 # ---------------------------------------------------------------------------------- GPU x recipe
@@ -102,10 +103,10 @@ class Notes:
 
 def _reason(text: str) -> str:
     """What an error says, without the operands, layers and versions that it names."""
-    text = re.sub(r"^convert: .*experts take no such recipe: (.*?)\)\. See .*$", r"\1", text)
+    text = re.sub(r"^convert: .*experts do not support this recipe: (.*?)\)\. See .*$", r"\1", text)
     text = re.sub(r", this is \d[^ ]*\. ", ". ", text)
     text = re.sub(r"^.*? by .*? with block \([^)]*\) ", "", text)
-    text = re.sub(r"(this GPU has(?: for experts)?) \(.*?\), or ", r"\1, or ", text)
+    text = re.sub(r"(this GPU supports(?: for experts)?) \(.*?\), or ", r"\1, or ", text)
     return re.sub(r" This (GPU has compute capability|is (gfx\w+, )?ROCm) [\d.]+$", "", text).strip()
 
 
@@ -136,12 +137,12 @@ def gpu_section(title: str, *, grouped: bool) -> str:
 
 # ---------------------------------------------------------------------------------- product x build of PyTorch
 
-BUILT = """## Products, by the build of PyTorch
+BUILT = """## GEMMs, by the build of PyTorch
 
-For each product the compute capabilities that run it; the result may be bf16, fp16 or fp32 unless a
-cell says so. From the one table of gates (`fp8compile/ops/gemms/gpu_support.py`, which names its
-sources). Where a GPU lacks `rowwise`, rowwise recipes take the tensorwise product and apply the
-scales after it."""
+The compute capabilities that support each GEMM. The result may be bf16, fp16 or fp32 unless a cell
+says otherwise. The table comes from `fp8compile/ops/gemms/gpu_support.py`, which names its sources.
+If a GPU does not support `rowwise`, rowwise recipes use the tensorwise GEMM and apply the scales
+after it."""
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -173,7 +174,7 @@ def _between(capabilities: list[str]) -> str:
 def build_section() -> str:
     """The table of products and builds of PyTorch."""
     rows = [[f"{product}", *(_running(product, build) for build in BUILDS.values())] for product in PRODUCTS]
-    return "\n".join([BUILT, "", *_table(["product", *BUILDS], rows)])
+    return "\n".join([BUILT, "", *_table(["GEMM", *BUILDS], rows)])
 
 
 # ---------------------------------------------------------------------------------- recipe x placement
@@ -303,9 +304,9 @@ PLACES: dict[str, Callable[[f8.Recipe], str]] = {
     "experts under it": _fsdp2_experts,
     "FSDP in the graph": _in_graph,
     "experts in it": _in_graph_experts,
-    "parameters that are codes": _parameters,
-    "experts whose parameters are codes": _parameters_of_experts,
-    "parameters that are codes, under FSDP2": _parameters_sharded,
+    "FP8 parameters": _parameters,
+    "experts with FP8 parameters": _parameters_of_experts,
+    "FP8 parameters, under FSDP2": _parameters_sharded,
 }
 
 

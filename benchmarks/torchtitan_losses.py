@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--backend", default="inductor", help="of torch.compile; none for eager mode")
     parser.add_argument("--recipe", choices=f8.recipes.names(), default="rowwise")
-    parser.add_argument("--gather", action="store_true", help="FSDP2 gathers weights as codes")
+    parser.add_argument("--gather", action="store_true", help="FSDP2 all-gathers weights in FP8")
     parser.add_argument("--spmd-backend", default="partial_dtensor")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--without-checkpointing", action="store_true", help="no activation checkpointing")

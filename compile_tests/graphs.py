@@ -19,16 +19,17 @@ def calls(graph: fx.GraphModule, name: str) -> list[fx.Node]:
 
 def layer_op(recipe: str, op: str = "linear") -> str:
     """How an op of a layer with a ready recipe is called in graphs: "fp8compile.linear.default"."""
-    return f"fp8compile.{'delayed_' if recipe == 'delayed' else ''}{op}.default"
+    return f"fp8compile.{'delayed_' if (recipe, op) == ('delayed', 'linear') else ''}{op}.default"
 
 
 def printed(graph: fx.GraphModule, *, recipes: bool = False) -> str:
     """The graph's code without what changes from day to day: the salt of constants, and placeholders' full names.
 
-    A recipe is a long expression; it is printed as ``<recipe>`` unless asked for.
+    A recipe is a long expression; it is printed as ``<recipe>`` unless asked for, and full tensors as ``UNSHARDED``.
     """
     body = graph.code.strip().splitlines()[1:]
     text = "\n".join(line.strip().partition(";  ")[0] for line in body if not re.match(r"\s*l_\w+ = L_\w+$", line))
     text = re.sub(r"l_self_modules_(\w+?)_parameters_weight_", r"\1", text)
     text = re.sub(r"l_(x|input)_", "x", text)
+    text = re.sub(r"\w+_LayerSharding\.from_graph\('\w+'\)", "UNSHARDED", text)
     return SALT.sub("from_graph('xxxxxxxx'", text) if recipes else RECIPE.sub("<recipe>", text)

@@ -15,7 +15,7 @@ from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.ptx_report import ptx_of
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's backend for AMD")
-MX_ON_AMD = r"has no GEMM here on AMD GPUs.*recipe that this GPU has \(tensorwise, rowwise\)"
+MX_ON_AMD = r"has no GEMM here on AMD GPUs.*recipe that this GPU supports \(tensorwise, rowwise\)"
 
 
 def layer(recipe):
@@ -43,7 +43,7 @@ def test_a_layer_by_rows_is_generated_and_compiled_for_an_amd_gpu(arch):
 def test_what_an_amd_gpu_has_no_product_for_is_not_generated():
     for recipe, arch, why in (
         (f8.recipes.mxfp8(), "mi355x", MX_ON_AMD),
-        (f8.recipes.rowwise(), "mi300x", "they multiply e4m3fnuz and e5m2fnuz"),
+        (f8.recipes.rowwise(), "mi300x", "which use e4m3fnuz and e5m2fnuz"),
     ):
         model, x = layer(recipe)
         with torch.no_grad(), pytest.raises(Exception, match=why):
@@ -56,8 +56,12 @@ def test_what_an_amd_gpu_has_no_product_for_is_not_generated():
 def test_what_needs_an_nvidia_gpu_says_so():
     model, x = layer(f8.recipes.rowwise())
     for call, name in ((run_gpu_program, "run_gpu_program"), (ptx_of, "ptx_of")):
-        with pytest.raises(ValueError, match=rf"{name} is for NVIDIA's GPUs, and AMD Instinct MI355X \(gfx950\) is"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{name} supports only NVIDIA GPUs, but AMD Instinct MI355X \(gfx950\) "
+            r"is",
+        ):
             call(model, x, arch="mi355x")
     (code,) = gpu_kernels(lambda x: x + 1, torch.zeros(64), arch="rx9070")
-    with pytest.raises(ValueError, match=r"resources\(\), by ptxas, is for NVIDIA's GPUs"):
+    with pytest.raises(ValueError, match=r"resources\(\), by ptxas, supports only NVIDIA GPUs"):
         code.resources()

@@ -12,7 +12,6 @@ from block_rows import LLAMA, TOKENS, row_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.blocks import block
-from benchmarks.kernels import FILLS
 from fp8compile.testing.gpu.gpus import gpu_called
 from fp8compile.testing.gpu.graphs import gpu_graphs
 
@@ -32,9 +31,9 @@ MOST = [
     ("delayed", "torchao tensorwise", 0.75),
     ("delayed_freeing", "torchao tensorwise", 0.80),
     ("tensorwise_keeping", "torchao tensorwise", 0.95),
-    ("blockwise", "torchao tensorwise", 0.82),
+    ("blockwise", "torchao tensorwise", 0.93),
     ("tensorwise_parameters", "torchao tensorwise", 0.87),
-    ("blockwise_parameters", "torchao tensorwise", 0.73),
+    ("blockwise_parameters", "torchao tensorwise", 0.85),
 ]
 # The backward repeats heads of k and v again, in GB: 101 MB less are kept (tests of `test_kept_mb.py`). torchao's keep
 # the repeated ones.
@@ -90,8 +89,7 @@ def test_what_saves_bytes_keeps_no_codes_but_those_of_weights_that_a_recipe_asks
     assert beside <= saved_on_gpu(contender) <= 2 * 2 * TOKENS * LLAMA.h + 4 * TOKENS + beside + 1024
 
 
-def test_every_opaque_launch_is_accounted_for():
-    """What Inductor can't look into: one kernel each, beside the fill that is counted in `launches_inside`."""
+def test_inductor_launches_every_kernel():
     from benchmarks.kernels import arch_for
     from fp8compile.testing import gpu_kernels
 
@@ -100,4 +98,4 @@ def test_every_opaque_launch_is_accounted_for():
             model, x = block("mlp", contender, TOKENS, LLAMA)
             codes = gpu_kernels(model, x, arch=arch_for(contender))
         opaque = {launch.name for code in codes for launch in code.launches if launch.kind == "opaque"}
-        assert opaque <= {FILLS, "fp8compile.quantize_both.default"}, opaque
+        assert not opaque, opaque

@@ -40,11 +40,11 @@ class TestPrinted(expecttest.TestCase):
             printed(graph),
             """\
 normed = torch.rms_norm(x, (32,), norm, None)
-y = torch.ops.fp8compile.linear.default(normed, gate, None, <recipe>)
+y = torch.ops.fp8compile.linear.default(normed, gate, None, None, [], [], UNSHARDED, <recipe>)
 silu = torch.nn.functional.silu(y)
-y_1 = torch.ops.fp8compile.linear.default(normed, up, None, <recipe>)
+y_1 = torch.ops.fp8compile.linear.default(normed, up, None, None, [], [], UNSHARDED, <recipe>)
 x = silu * y_1
-y_2 = torch.ops.fp8compile.linear.default(x, down, None, <recipe>)
+y_2 = torch.ops.fp8compile.linear.default(x, down, None, None, [], [], UNSHARDED, <recipe>)
 add = x + y_2
 return (add,)""",
         )
@@ -58,6 +58,10 @@ return (add,)""",
 y = torch.ops.fp8compile.linear.default(x,
 l_self_parameters_weight_,
 None,
+None,
+[],
+[],
+UNSHARDED,
 fp8compile_quantizers_recipe_Recipe.from_graph('xxxxxxxx',
 input=fp8compile_quantizers_current_scaling_CurrentScaling.from_graph('xxxxxxxx',
 format='e4m3',

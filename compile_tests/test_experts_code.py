@@ -21,14 +21,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 # to the least of benchmarks.experts_bytes; docs/results/bytes.md says what holds the gaps
-# (the first two make the activation again instead of keeping it; tensorwise and mxfp8 read weights again)
+# (what is cast is written and read before; tensorwise and mxfp8 read weights again)
 MOST = {
-    "rowwise_bf16_wgrad": 1.035,
-    "rowwise": 1.13,
-    "tensorwise": 1.265,
-    "blockwise": 1.07,
-    "mxfp8": 1.18,
-    "nvfp4": 1.125,
+    "rowwise_bf16_wgrad": 1.037,
+    "rowwise": 1.204,
+    "tensorwise": 1.284,
+    "blockwise": 1.239,
+    "blockwise_bf16_wgrad": 1.125,
+    "mxfp8": 1.315,
+    "nvfp4": 1.172,
 }
 
 
@@ -40,16 +41,6 @@ def test_bytes_of_experts(recipe):
     assert row["CUDA graph"] == "possible", row  # the host waits for no size of a group
 
 
-def test_no_kernel_that_computes_what_is_cast_in_four_bits_spills():
-    with FakeTensorMode():
-        arguments = experts_arguments(1024, 256, 128, 8)
-        codes = gpu_kernels(lambda *args: feed_forward(*args, recipe=f8.recipes.nvfp4()), *arguments, arch="b200")
-    torch._dynamo.reset()
-    found = [each for code in codes for each in code.resources() if each.name.startswith("triton_tem")]
-    assert len(found) == 3, "those of an activation and of two gradients"
-    assert not any(each.spilled_bytes for each in found), [*map(str, found)]
-
-
 def launched(recipe, *, frozen):
     with FakeTensorMode():
         arguments = experts_arguments(1024, 256, 128, 8)
@@ -57,7 +48,7 @@ def launched(recipe, *, frozen):
             each.requires_grad_(requires_grad=not frozen)
         codes = gpu_kernels(lambda *args: feed_forward(*args, recipe=f8.recipes.by_name(recipe)), *arguments)
     torch._dynamo.reset()
-    return [f"{launch.name} {' '.join(launch.ops)}" for code in codes for launch in code.launches]
+    return [f"{launch.op or launch.name} {' '.join(launch.ops)}" for code in codes for launch in code.launches]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
@@ -84,6 +75,17 @@ def test_an_expert_without_tokens_has_no_gradient_on_a_b200(recipe):
     grad = run.gradients["args[1]"]
     assert grad[[0, 2]].eq(0).all()
     assert grad[[1, 3]].ne(0).any()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise", "blockwise_bf16_wgrad"])
+def test_codes_of_experts_are_written_as_the_grouped_gemm_reads_them(recipe):
+    """The op raises if it is given other codes, which it would have to copy."""
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, 19, 19, 40], dtype=torch.int32)
+    x, weight = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((48, 256), (4, 128, 256)))
+    own = f8.recipes.by_name(recipe)
+    run = run_gpu_program(lambda x, w: f8.grouped_linear(x, w, offsets, recipe=own), x, weight, arch="h200")
+    assert not run.differences, str(run.differences)
 
 
 def test_dynamic_rows_are_one_graph():

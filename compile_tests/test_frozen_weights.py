@@ -9,9 +9,10 @@ import torch
 
 import fp8compile as f8
 from fp8compile import ops
-from fp8compile.ops import delayed_linear, fsdp_delayed_linear
 from fp8compile.ops.layer.fsdp_rows import Rows
-from fp8compile.ops.layer.make_weight_codes import flat_sets, sets_of_weight
+from fp8compile.ops.layer.known import Known
+from fp8compile.ops.layer.layer_sharding import UNSHARDED, OverFsdp, OverGroup
+from fp8compile.ops.layer.make_weight_codes import sets_of_weight
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.graphs.recording import op_name
@@ -24,43 +25,45 @@ STATE = torch.ones(3, 4), torch.ones(3)
 ENDS = torch.tensor([128, M], dtype=torch.int32)
 
 
-def dense(op, *where, recipe=RECIPE):
-    return lambda x, weight: op(x, weight, None, *where, recipe)
+def layer(offs=None, known=(), sizes=(), sharding=UNSHARDED):
+    return lambda x, weight: ops.linear(x, weight, None, offs, known, sizes, sharding, RECIPE)
 
 
-def grouped(op, *where):
-    return lambda x, weight: op(x, weight, ENDS, None, *where, RECIPE)
+def delayed(*state, sharding=UNSHARDED):
+    return lambda x, weight: ops.delayed_linear(x, weight, None, *state, None, None, [], [], sharding, DELAYED_OUTPUT)[
+        0
+    ]
 
 
+def known_codes(*shape):
+    return Known.sets(*sets_of_weight(torch.ones(shape), RECIPE))
+
+
+OVER_GROUP = OverGroup(weight_dim=0, ranks=1, rank=0, group="")
 PLACEMENTS = {
-    "linear": (dense(ops.linear), ()),
-    "shared_scale_linear": (dense(ops.shared_scale_linear, torch.ones(1)), ()),
-    "known_codes_linear": (dense(ops.known_codes_linear, *flat_sets(sets_of_weight(torch.ones(N, K), RECIPE))), ()),
-    "known_codes_grouped_linear": (
-        grouped(ops.known_codes_grouped_linear, *flat_sets(sets_of_weight(torch.ones(EXPERTS, N, K), RECIPE))),
-        (EXPERTS,),
-    ),
-    "sharded_linear": (dense(ops.sharded_linear, 0, [N], None, [0], 0, ""), ()),
-    "fsdp_linear": (dense(ops.fsdp_linear, None, None, Rows.alone(N)), ()),
-    "delayed_linear": (lambda x, w: delayed_linear(x, w, None, *STATE, None, DELAYED_OUTPUT)[0], ()),
-    "fsdp_delayed_linear": (
-        lambda x, w: fsdp_delayed_linear(
-            x, w, None, torch.zeros(3), torch.zeros(1), None, None, STATE[1], Rows.alone(N), DELAYED_OUTPUT
-        )[0],
+    "plain": (layer(), ()),
+    "shared scale": (layer(known=[*Known(outer_amax=torch.ones(1))]), ()),
+    "known codes": (layer(known=known_codes(N, K)), ()),
+    "known codes, groups": (layer(ENDS, known_codes(EXPERTS, N, K)), (EXPERTS,)),
+    "over a group": (layer(sizes=[N], sharding=OVER_GROUP), ()),
+    "FSDP": (layer(sharding=OverFsdp(Rows.alone(N))), ()),
+    "delayed": (delayed(None, None, *STATE), ()),
+    "delayed, FSDP": (
+        delayed(torch.zeros(3), torch.zeros(1), None, STATE[1], sharding=OverFsdp(Rows.alone(N))),
         (),
     ),
-    "grouped_linear": (grouped(ops.grouped_linear), (EXPERTS,)),
-    "sharded_grouped_linear": (grouped(ops.sharded_grouped_linear, 1, [N], 0, ""), (EXPERTS,)),
-    "fsdp_grouped_linear": (grouped(ops.fsdp_grouped_linear, Rows.alone(EXPERTS)), (EXPERTS,)),
+    "groups": (layer(ENDS), (EXPERTS,)),
+    "groups over a group": (layer(ENDS, sizes=[N], sharding=OVER_GROUP), (EXPERTS,)),
+    "groups, FSDP": (layer(ENDS, sharding=OverFsdp(Rows.alone(EXPERTS))), (EXPERTS,)),
 }
 
 
 def made_twice(name, *, frozen):
     """Results of the kernels that quantize in both directions, in the backward."""
-    layer, batch = PLACEMENTS[name]
+    run, batch = PLACEMENTS[name]
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(*batch, N, K, dtype=torch.bfloat16, requires_grad=not frozen)
-    _, backward = gpu_graphs(layer, (x, weight), GPUS["h200"])
+    _, backward = gpu_graphs(run, (x, weight), GPUS["h200"])
     names = [op_name(node.target) for node in backward.graph.graph.nodes if node.op == "call_function"]
     return sum("quantize_both" in each for each in names)
 

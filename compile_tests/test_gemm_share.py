@@ -188,7 +188,7 @@ def test_both_branches_of_a_cond_count():
 
 def test_printed_it_says_both_shares():
     share = GemmShare(fp8=6, linear=9, total=11, fp8_flops=600, fp8_linear_flops=600, linear_flops=900, flops=1200)
-    assert str(share) == ("6 GEMMs in FP8: 50.0% of the flops of all 11, 66.7% of those of the 9 in linear layers")
+    assert str(share) == ("6 GEMMs in FP8: 50.0% of the FLOPs of all 11, 66.7% of those of the 9 in linear layers")
 
 
 def test_no_product_is_no_share():
@@ -210,7 +210,7 @@ def test_symbolic_sizes_raise():
 
 def test_a_call_that_may_hide_a_product_raises():
     graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(K, H)))
-    with pytest.raises(ValueError, match=r"node _0 calls module '0', in which products may be.*Recording"):
+    with pytest.raises(ValueError, match=r"node _0 calls module '0', which may contain GEMMs.*Recording"):
         gemm_share(graph)
     graph = torch.fx.symbolic_trace(lambda a, b: a.matmul(b))
     with pytest.raises(ValueError, match="node matmul calls method 'matmul'"):
@@ -218,9 +218,9 @@ def test_a_call_that_may_hide_a_product_raises():
 
 
 def test_what_is_no_graph_raises():
-    with pytest.raises(ValueError, match="no graph is given"):
+    with pytest.raises(ValueError, match="no graph was passed"):
         gemm_share()
-    with pytest.raises(TypeError, match=r"a graph is a list; .*gemm_share\(\*recording.traced\)"):
+    with pytest.raises(TypeError, match=r"expected .*gemm_share\(\*recording.traced\)"):
         gemm_share([torch.fx.symbolic_trace(lambda x: x + 1)])
 
 

@@ -47,8 +47,8 @@ bf16                h200            2          3   2.164            3          6
 tensorwise          h200            9          3   3.205            9          6   4.716   7.920     5.501
 rowwise             h200            5          3   2.316           13          6   4.920   7.236     5.358
 rowwise_bf16_wgrad  h200            5          3   2.316            8          6   4.750   7.066     6.688
-blockwise           h200            5          3   2.394            8          6   4.058   6.453     5.189
-mxfp8               b200            6          3   2.405           11          6   4.131   6.536     2.422
+blockwise           h200            5          3   2.394           10          6   5.020   7.414     5.390
+mxfp8               b200            6          3   2.405           12          6   5.166   7.571     2.551
 delayed             h200           12          3   2.525            8          6   3.449   5.975     5.096""",
         )
 
@@ -162,8 +162,9 @@ def normed_layer():
 def test_the_cast_is_in_the_kernel_of_the_norm():
     code = normed_layer()
     kinds = [launch.kind for launch in code.launches]
-    # the weight has a kernel of its own, quantize_weight
-    assert kinds == ["triton", "opaque", "gemm"], "\n".join(map(str, code.launches))
+    # the weight has a kernel of its own, which updates amaxes that are zeros before
+    assert kinds == ["triton", "triton", "triton", "gemm"], "\n".join(map(str, code.launches))
+    assert code.launches[2].op == "fp8compile.quantize_weight.default"
     assert {"aten.rsqrt", "fp8compile.linear"} <= set(code.launches[0].ops), "\n".join(map(str, code.launches))
 
 
@@ -178,7 +179,7 @@ def test_a_fusion_broken_on_purpose_is_seen():
         decomposition.fast_random_decomps.cache_clear()
         broken = normed_layer()
     decomposition.fast_random_decomps.cache_clear()
-    assert [launch.kind for launch in broken.launches].count("opaque") == 2
+    assert [launch.kind for launch in broken.launches].count("opaque") == 1
     assert broken.bytes > whole.bytes
 
 
@@ -188,7 +189,7 @@ def test_launches_account_for_every_byte():
         codes = gpu_kernels(lambda x, w: f8.linear(x.relu(), w, recipe=f8.recipes.rowwise()).exp(), x, w)
     for code in codes:
         assert sum(launch.bytes_read + launch.bytes_written for launch in code.launches) == code.bytes
-        assert tuple(launch.name for launch in code.launches if launch.kind == "gemm") == code.gemms
+        assert sum(launch.kind == "gemm" for launch in code.launches) == len(code.gemms)
         assert {launch.name for launch in code.launches if launch.kind == "triton"} == set(code.kernels)
 
 
@@ -230,14 +231,16 @@ def test_kernels_compile_for_sm_90_without_spills():
 
 @pytest.mark.parametrize(("n", "scale", "stored"), [(128, "fp32", "*fp32"), (32, "e8m0_rceil", "*u8")])
 def test_the_kernel_of_both_directions_has_no_spills(n, scale, stored):
-    from fp8compile.kernels.both_directions import WARPS, both_kernel, of_one_matrix
+    from fp8compile.kernels.both_directions import CANDIDATES, both_kernel, constants
 
     rows, columns = (f8.CurrentScaling(block=block, scale=scale) for block in ((1, n), (n, 1)))
     kinds = {
         "x_ptr": "*bf16", "rows_ptr": "*u8", "row_scales_ptr": stored, "columns_ptr": "*u8",
         "column_scales_ptr": stored, "M": "i32", "K": "i32", "stride_m": "i32",
     }  # fmt: skip
-    found = jit_resources(both_kernel, kinds, of_one_matrix(rows, columns), num_warps=WARPS, gpu=GPUS["h200"])
+    h200, warps = GPUS["h200"], CANDIDATES[0].num_warps
+    given = {"stride_k": 1, **constants(rows, columns, h200.target)}
+    found = jit_resources(both_kernel, kinds, given, num_warps=warps, gpu=h200)
     assert 0 < found.registers <= 128, found
     assert found.spilled_bytes == 0, found
 
@@ -277,7 +280,8 @@ def test_gemms_are_chosen_for_the_gpu():
         (code,) = gpu_kernels(lambda x, w: f8.linear(x, w, recipe=f8.recipes.rowwise()), *tensors)
     assert code.gemms == ("_scaled_mm",)
     assert "out_dtype=torch.float32" in code.source
-    assert re.search(r"\* *tmp\d+", code.source[code.source.index("extern_kernels._scaled_mm") - 6000 :])
+    generated = [code.kernel(each) for each in code.kernels if each.startswith("triton_")]
+    assert any(re.search(r"\* *tmp\d+", kernel) for kernel in generated)
 
 
 def test_columns_are_padded_for_the_gpu():
@@ -298,5 +302,5 @@ def test_a_partial_block_is_indexed_as_on_a_gpu():
 
 
 def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ValueError, match="arch is 'gtx480'; it is one of h200"):
+    with pytest.raises(ValueError, match="`arch` is 'gtx480'; it must be one of h200"):
         gpu_kernels(torch.relu, torch.zeros(2), arch="gtx480")

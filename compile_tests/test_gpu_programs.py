@@ -1,7 +1,4 @@
-"""The programs that a GPU would run, run: bit for bit the graph, and with every rounding kept bit for bit eager mode.
-
-`python compile_tests/gpu_programs_table.py` writes docs/results/gpu-programs.md from the same cases.
-"""
+"""Programs for a GPU, run: bit for bit the graph, and with every rounding kept bit for bit eager mode."""
 
 from __future__ import annotations
 
@@ -151,10 +148,10 @@ def test_the_backward_gets_saved_tensors_with_the_strides_that_inductor_gave_the
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"arch": "c64"}, "arch is 'c64'; it is one of h200, b200"),
-        ({"orders": ("sideways",)}, "orders are .*; they are of forwards, backwards, shuffled"),
-        ({"orders": ()}, "orders are .*; they are of forwards, backwards, shuffled"),
-        ({"configurations": "some"}, "configurations is 'some'; it is 'largest', 'all' or numbers"),
+        ({"arch": "c64"}, "`arch` is 'c64'; it must be one of h200, b200"),
+        ({"orders": ("sideways",)}, "`orders` is .*; it must be a tuple of one or more of 'forwards', 'backwards', "),
+        ({"orders": ()}, "`orders` is .*; it must be a tuple of one or more of 'forwards', 'backwards', 'shuffled'"),
+        ({"configurations": "some"}, "`configurations` is 'some'; it must be 'largest', 'all' or a sequence of "),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8compile as f8
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "blockwise_bf16_wgrad", "mxfp8")
 EXPERTS, INNER, RANKS = 8, 512, 4
 
 

@@ -51,14 +51,14 @@ KEPT = {  # MB: exact, default codes, all codes; the tables of docs/results/save
 
 QUICK = [  # each block, and each way to keep less
     ("mlp", "rowwise", "exact"),
-    ("mlp", "rowwise", "default codes"),
-    ("mlp", "bf16", "all codes"),
+    ("mlp", "rowwise", "default"),
+    ("mlp", "bf16", "all"),
     ("mlp", "rowwise_bf16_wgrad", "exact"),
     ("attention", "bf16", "exact"),
-    ("attention", "rowwise", "all codes"),
-    ("layer", "rowwise", "default codes"),
+    ("attention", "rowwise", "all"),
+    ("layer", "rowwise", "default"),
     ("experts", "rowwise", "exact"),
-    ("experts", "blockwise", "default codes"),
+    ("experts", "blockwise", "default"),
 ]
 
 

@@ -123,7 +123,7 @@ SIZES = {"M": "i32", "K": "i32"}
 def own_kernels(x_type, rule, n, eps):
     """(function, types, constants, warps) of each of our kernels."""
     from fp8compile.kernels import both_directions as both
-    from fp8compile.kernels import quantize_weight
+    from fp8compile.kernels import group_quantize_rows, quantize_weight
 
     stored = "*u8" if rule.startswith("e8m0") else "*fp32"
     row, column, square, whole = (
@@ -131,16 +131,23 @@ def own_kernels(x_type, rule, n, eps):
     )
     x = {"x_ptr": x_type}
     codes = {"rows_ptr": "*u8", "row_scales_ptr": stored, "columns_ptr": "*u8", "column_scales_ptr": stored}
-    yield both.both_kernel, x | codes | SIZES | {"stride_m": "i32"}, both.of_one_matrix(row, column), both.WARPS
+    given = {"stride_k": 1, **both.constants(row, column, H200.target)}
+    yield both.both_kernel, x | codes | SIZES | {"stride_m": "i32"}, given, both.CANDIDATES[0].num_warps
     one_way = x | {"codes_ptr": "*u8", "scales_ptr": stored}
     yield (
         quantize_weight.tiles_kernel,
-        one_way | {"amax_ptr": "*i32"} | SIZES,
-        quantize_weight.tile_constants(square),
-        quantize_weight.TILE_WARPS,
+        one_way | {"amax_ptr": "*fp32"} | SIZES,
+        quantize_weight.tile_constants(square, H200.target),
+        quantize_weight.CANDIDATES[0].num_warps,
     )
-    of_rows = one_way | {"column_amax_ptr": "*i32"} | SIZES | {"ROWS": "i32"}
-    yield quantize_weight.rows_kernel, of_rows, quantize_weight.row_constants(whole, 4096), quantize_weight.ROW_WARPS
+    rows, sizes = group_quantize_rows, {"R": "i32", "K": "i32", "ROWS": "i32", "stride_m": "i32"}
+    one_group = {"offsets_ptr": None, "E": 1, "stride_k": 1, **rows.group_row_constants(whole, 4096, H200.target)}
+    yield (
+        rows.group_rows_kernel,
+        one_way | {"amax_ptr": "*fp32"} | sizes,
+        one_group,
+        rows.candidates(4096)[0].num_warps,
+    )
 
 
 @pytest.mark.parametrize(("x_type", "rule", "n", "eps"), OWN, ids=str)
@@ -165,10 +172,12 @@ def test_four_bit_codes_of_both_directions_are_computed_exactly_and_without_spil
     pair = recipe.grad_output, recipe.grad_output_for_grad_weight
     kinds = {"x_ptr": x_type, "row_amax_ptr": "*fp32", "column_amax_ptr": "*fp32"}
     for side in ("row", "column"):
-        kinds |= {f"{side}s_ptr": "*i64", f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
+        kinds |= {f"{side}s_ptr": "*u8", f"{side}_scales_ptr": "*u8", f"{side}_outer_ptr": "*fp32"}
     constants = quantize_two_levels.constants(*pair, GPUS["b200"].target)
     fn, gpu = quantize_two_levels.both_packed_kernel, GPUS["b200"]
-    compiled = compiled_jit(fn, kinds | SIZES, constants, num_warps=quantize_two_levels.WARPS, gpu=gpu)
+    compiled = compiled_jit(
+        fn, kinds | SIZES, constants, num_warps=quantize_two_levels.CANDIDATES[0].num_warps, gpu=gpu
+    )
     found = kernel_ptx(compiled, range(3, len(kinds)))
     assert not found.findings, "\n".join(map(str, found.findings))
     resources = assembled(compiled, gpu)
@@ -273,7 +282,9 @@ def test_a_division_for_each_code_of_a_loop_is_named():
     compiled = compiled_jit(divides_in_a_loop, types, {}, num_warps=4, gpu=H200)
     named = [str(each) for each in kernel_ptx(compiled, [1]).findings if each.instruction.opcode == "div.rn.f64"]
     assert named
-    assert all("computes in float64, in a loop that divides as often as it stores codes" in each for each in named)
+    assert all(
+        "computes in float64, in a loop that divides as often as it stores quantized data" in each for each in named
+    )
 
 
 # ---------------------------------------------------------------------------------- the reader
@@ -325,7 +336,7 @@ def test_instructions_are_read_with_what_they_read_and_write():
 
 def test_an_instruction_that_cannot_be_followed_raises():
     with pytest.raises(
-        NotImplementedError, match=r"PTX line 20: call .*: what this instruction reads and writes isn't"
+        NotImplementedError, match=r"PTX line 20: call .*: the operands of this instruction are unknown"
     ):
         Ptx(READ.replace("%s", "call (%r1), f, (%r2);"))
 

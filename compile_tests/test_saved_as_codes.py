@@ -326,11 +326,11 @@ def test_one_graph_and_one_for_calls_outside():
 
 def test_what_compile_can_not_do_is_refused():
     model = model_of(None)
-    with pytest.raises(TypeError, match=r"saved is 'all'; it is a fp8compile\.SavedAsCodes"):
+    with pytest.raises(TypeError, match=r"`saved` is 'all'; it must be a fp8compile\.SavedAsCodes"):
         f8.compile(model, saved="all")
-    with pytest.raises(ValueError, match="a choice of Inductor's partitioner, and the backend is 'aot_eager'"):
+    with pytest.raises(ValueError, match="chooses Inductor's partitioner, but the backend is 'aot_eager'"):
         f8.compile(model, saved=SAVED, backend="aot_eager")
-    with pytest.raises(ValueError, match="Inductor takes one partitioner"):
+    with pytest.raises(ValueError, match="Inductor uses only one partitioner"):
         f8.compile(model, saved=SAVED, options={"custom_partitioner_fn": partitioner(SAVED)})
 
     def inside(x):
@@ -380,4 +380,4 @@ def test_a_rank_keeps_codes_of_its_own_part(placement):
     hidden = H // 2 if placement == "tensor_parallel" else H
     packed, rows = TOKENS * D + 4 * TOKENS * hidden, 5 * TOKENS
     assert exact - kept == packed * BF16 - (packed + rows * BF16)
-    assert "which PyTorch loses where it inlines hooks" in refused
+    assert "which PyTorch loses when it inlines hooks" in refused

@@ -1,4 +1,4 @@
-"""FP8 training for PyTorch that torch.compile sees through.
+"""FP8 and FP4 training for PyTorch, built for ``torch.compile(fullgraph=True)``.
 
 ```python
 import torch
@@ -9,15 +9,15 @@ model = torch.compile(model, fullgraph=True)
 ```
 """
 
-from fp8compile import library, ops, optim, recipes
+from fp8compile import library, monitor, ops, optim, recipes
 from fp8compile.lazy import __dir__ as __dir__
 from fp8compile.lazy import __getattr__ as __getattr__
+from fp8compile.monitor import Monitor
 from fp8compile.nn import (
     ConversionReport,
     DelayedState,
     Linear,
     MasterWeights,
-    Monitor,
     calibrate,
     compile,
     conversion_report,
@@ -26,7 +26,6 @@ from fp8compile.nn import (
     grouped_linear,
     grouped_mm,
     linear,
-    monitor,
     renew_weight_codes,
     repeated_blocks,
     reset_delayed_scaling,

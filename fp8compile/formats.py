@@ -211,18 +211,13 @@ def element_format(name: str) -> Float8Format | Float4Format:
     """Return the format of codes with this name; raise a ValueError that lists all names if there is none."""
     if name not in ELEMENT_FORMATS:
         allowed = ", ".join(repr(n) for n in ELEMENT_FORMATS)
-        raise ValueError(f"format {name!r} is not known; the formats of codes are {allowed}.")
+        raise ValueError(f"format {name!r} is not known; it must be one of {allowed}.")
     return ELEMENT_FORMATS[name]
 
 
 def limit_of(fmt: Float8Format | Float4Format) -> float:
     """Return the midpoint of ``fmt.max`` and the number that would follow if the format did not end there."""
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
-
-
-def magnitude_of_code(fmt: Float8Format | Float4Format) -> int:
-    """Return the bit mask of all bits of a code but its sign: 0x7f for 8-bit codes, 7 for 4-bit codes."""
-    return (1 << (fmt.bits - 1)) - 1
 
 
 def pack(codes: Tensor, dim: int) -> Tensor:

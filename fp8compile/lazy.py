@@ -35,8 +35,10 @@ def __dir__() -> list[str]:
 
 
 def _register_on_dtensors() -> None:
+    from fp8compile.monitor import on_dtensors
     from fp8compile.parallel import register_dtensor_handlers
 
+    on_dtensors.register()
     register_dtensor_handlers.register()
 
 

@@ -1,15 +1,18 @@
-"""Ready recipes: each function returns a recipe, and its keyword arguments adjust the recipe.
+"""Built-in recipes. Each function returns a recipe, which its keyword arguments configure.
 
-The recipes differ in how the operands of a linear layer's three GEMMs get their scales:
+The recipes differ in how they scale the operands of a linear layer's three GEMMs:
 
-    tensorwise           one scale for each tensor: the fastest GEMM; one outlier makes the whole tensor coarser
-    rowwise              one scale for each row or column, which limits an outlier's effect; each tensor is cast twice,
-                         with scales for its rows and with scales for its columns
-    rowwise_bf16_wgrad   rowwise with grad_weight in high precision: the safest, with two of three GEMMs in FP8
-    blockwise            one scale for 128 values along the summed dim, or 128 x 128 values of a weight
-    mxfp8                one power of two for 32 values along the summed dim, which Blackwell's tensor cores apply
-    nvfp4                four-bit codes, an e4m3 scale for 16 codes and a scale for the tensor: half of FP8's bytes
-    delayed              tensorwise, with scales from the amaxes of earlier steps: reads no tensor twice, keeps a state
+    tensorwise             one scale per tensor: the fastest GEMM, but one outlier reduces the precision of the tensor
+    rowwise                one scale per row or column, which limits the effect of outliers; casts each tensor twice,
+                           with row scales and with column scales
+    rowwise_bf16_wgrad     rowwise with grad_weight in high precision: the safest, with two of three GEMMs in FP8
+    blockwise              one scale per 128 values along the contraction dim, or per 128 x 128 block of a weight
+    blockwise_bf16_wgrad   blockwise with grad_weight in high precision, for experts
+    mxfp8                  one power-of-two scale per 32 values along the contraction dim, applied by Blackwell's
+                           tensor cores
+    nvfp4                  four-bit values with one e4m3 scale per 16 values and one scale per tensor: half the bytes
+                           of FP8
+    delayed                tensorwise, with scales from the amaxes of earlier steps: casts in one pass, but has a state
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from fp8compile.quantizers.hadamard import SIGNS
 __all__ = [
     "Recipe",
     "blockwise",
+    "blockwise_bf16_wgrad",
     "by_name",
     "delayed",
     "describe",
@@ -47,15 +51,11 @@ LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
 MX_LINE, MX_TILE, MX_PILLAR = (1, 32), (32, 32), (32, 1)
 NV_LINE, NV_TILE, NV_PILLAR = (1, 16), (16, 16), (16, 1)
 
-
 Block = tuple[int, int]
 
 
 def _of_blocks(
-    x: Block,
-    weight: Block,
-    weight_turned: Block,
-    x_turned: Block,
+    blocks: tuple[Block, Block, Block, Block | None],
     *,
     format: str,
     grad_format: str,
@@ -65,20 +65,21 @@ def _of_blocks(
     cache_weights: bool = False,
     **rule: Any,
 ) -> Recipe:
-    """Make a recipe with current scaling for all operands from their blocks, whose values share a scale.
+    """Make a recipe with current scaling for all operands from ``blocks``: the shapes of values that share a scale.
 
-    GEMMs that sum over an operand's columns have the block ``x`` for inputs and output gradients, and ``weight`` for
-    weights; GEMMs that sum over rows have ``x_turned`` and ``weight_turned``. ``rule`` has ``scale`` and ``eps``; the
-    other arguments are those of `rowwise` and `mxfp8`.
+    GEMMs that sum over an operand's columns have the first block for inputs and output gradients, and the second for
+    weights; GEMMs that sum over rows have the fourth and the third. If the fourth is None, grad_weight is in high
+    precision. ``rule`` has ``scale`` and ``eps``; the other arguments are those of `rowwise` and `mxfp8`.
     """
+    x, weight, weight_turned, x_turned = blocks
     gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
     return Recipe(
         input=CurrentScaling(format=format, block=x, **rule),
         weight=CurrentScaling(format=format, block=weight, **rule),
         grad_output=CurrentScaling(block=x, **gradient),
         weight_for_grad_input=CurrentScaling(format=format, block=weight_turned, **rule),
-        grad_output_for_grad_weight=CurrentScaling(block=x_turned, **gradient),
-        input_for_grad_weight=CurrentScaling(format=format, block=x_turned, **rule),
+        grad_output_for_grad_weight=None if x_turned is None else CurrentScaling(block=x_turned, **gradient),
+        input_for_grad_weight=None if x_turned is None else CurrentScaling(format=format, block=x_turned, **rule),
         emulate=emulate,
         by_mx=by_mx,
         cache_weights=cache_weights,
@@ -95,22 +96,21 @@ def tensorwise(
     by_mx: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """Recipe with one scale for each tensor; all three GEMMs in FP8.
+    """Recipe with one scale per tensor; all three GEMMs run in FP8.
 
     Args:
         format: Format of inputs and weights.
         grad_format: Format of gradients; e5m2 has a wider range than e4m3.
-        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
-        scale: Scale rule, see ``CurrentScaling``.
-        eps: Lower bound of the amax; 0 for none.
-        by_mx: Whether a GPU of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
-        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
+        grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
+        scale: Scale rule; see ``CurrentScaling``.
+        eps: Lower bound of the amax; 0 disables it.
+        by_mx: Whether a GPU of compute capability 12.0 uses its MX GEMM; see ``Recipe``.
+        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
-    blocks = (TENSOR, TENSOR, TENSOR, TENSOR)
     return _of_blocks(
-        *blocks,
+        (TENSOR, TENSOR, TENSOR, TENSOR),
         format=format,
         grad_format=grad_format,
         grad_rounding=grad_rounding,
@@ -131,22 +131,21 @@ def rowwise(
     by_mx: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """Recipe with a scale for each row of a GEMM's left operand and each column of its right operand.
+    """Recipe with one scale per row of a GEMM's left operand and per column of its right operand.
 
-    All three GEMMs are in FP8.
+    All three GEMMs run in FP8.
 
     Args:
         format: Format of inputs and weights.
-        grad_format: Format of gradients; with a scale for each row, e4m3 has enough range.
-        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
-        scale: Scale rule, see ``CurrentScaling``.
-        eps: Lower bound of the amax; 0 for none.
-        by_mx: Whether a GPU of compute capability 12.0 multiplies by its MX GEMM, see ``Recipe``.
-        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
+        grad_format: Format of gradients; with one scale per row, e4m3 has enough range.
+        grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
+        scale: Scale rule; see ``CurrentScaling``.
+        eps: Lower bound of the amax; 0 disables it.
+        by_mx: Whether a GPU of compute capability 12.0 uses its MX GEMM; see ``Recipe``.
+        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
     """
-    blocks = (ROW, ROW, COLUMN, COLUMN)
     return _of_blocks(
-        *blocks,
+        (ROW, ROW, COLUMN, COLUMN),
         format=format,
         grad_format=grad_format,
         grad_rounding=grad_rounding,
@@ -166,23 +165,23 @@ def rowwise_bf16_wgrad(
     eps: float = 0.0,
     cache_weights: bool = False,
 ) -> Recipe:
-    """Recipe of ``rowwise`` for output and grad_input; grad_weight stays in its operands' own dtype.
+    """``rowwise`` for output and grad_input, with grad_weight in the dtype of its operands.
 
     Args:
         format: Format of inputs and weights.
         grad_format: Format of gradients.
-        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
-        scale: Scale rule, see ``CurrentScaling``.
-        eps: Lower bound of the amax; 0 for none.
-        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
+        grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
+        scale: Scale rule; see ``CurrentScaling``.
+        eps: Lower bound of the amax; 0 disables it.
+        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
     """
-    rule: dict[str, Any] = {"scale": scale, "eps": eps}
-    value = CurrentScaling(format=format, block=ROW, **rule)
-    return Recipe(
-        input=value,
-        weight=value,
-        grad_output=CurrentScaling(format=grad_format, block=ROW, rounding=grad_rounding, **rule),
-        weight_for_grad_input=CurrentScaling(format=format, block=COLUMN, **rule),
+    return _of_blocks(
+        (ROW, ROW, COLUMN, None),
+        format=format,
+        grad_format=grad_format,
+        grad_rounding=grad_rounding,
+        scale=scale,
+        eps=eps,
         cache_weights=cache_weights,
     )
 
@@ -196,24 +195,56 @@ def blockwise(
     eps: float = 0.0,
     cache_weights: bool = False,
 ) -> Recipe:
-    """Recipe with one scale for 128 values of inputs and gradients, and for 128 x 128 values of weights.
+    """Recipe with one scale per 128 values of inputs and gradients, and per 128 x 128 block of weights.
 
-    All three GEMMs are in FP8. The 128 values lie along the dim that a GEMM sums over: blocks are 1 x 128 in the input
-    and in the output's gradient (rows are tokens), but 128 x 1 for grad_weight, which sums over tokens.
+    All three GEMMs run in FP8. Blocks extend along the contraction dim of a GEMM: they are 1 x 128 in the input and in
+    the output's gradient (rows are tokens), but 128 x 1 for grad_weight, which sums over tokens.
 
     Args:
         format: Format of inputs and weights.
         grad_format: Format of gradients.
-        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
+        grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
         scale: ``"fp32"``, or ``"pow2"`` for powers of two.
-        eps: Lower bound of the amax; 0 for none.
-        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
+        eps: Lower bound of the amax; 0 disables it.
+        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, arXiv:2412.19437.
     """
-    blocks = (LINE, TILE, TILE, PILLAR)
     return _of_blocks(
-        *blocks,
+        (LINE, TILE, TILE, PILLAR),
+        format=format,
+        grad_format=grad_format,
+        grad_rounding=grad_rounding,
+        scale=scale,
+        eps=eps,
+        cache_weights=cache_weights,
+    )
+
+
+def blockwise_bf16_wgrad(
+    *,
+    format: str = "e4m3",
+    grad_format: str = "e4m3",
+    grad_rounding: str = "nearest",
+    scale: str = "fp32",
+    eps: float = 0.0,
+    cache_weights: bool = False,
+) -> Recipe:
+    """``blockwise`` for output and grad_input, with grad_weight in the dtype of its operands.
+
+    Tensors are never quantized along tokens. For experts, this avoids one cast of each activation and gradient, and
+    the grouped GEMM whose FP8 kernels are furthest from the peak of a GPU.
+
+    Args:
+        format: Format of inputs and weights.
+        grad_format: Format of gradients.
+        grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
+        scale: ``"fp32"``, or ``"pow2"`` for powers of two.
+        eps: Lower bound of the amax; 0 disables it.
+        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+    """
+    return _of_blocks(
+        (LINE, TILE, TILE, None),
         format=format,
         grad_format=grad_format,
         grad_rounding=grad_rounding,
@@ -234,22 +265,23 @@ def mxfp8(
     emulate: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """Recipe of MXFP8: one scale, a power of two stored in a byte, for 32 values along the summed dim.
+    """MXFP8 recipe: one power-of-two scale, stored in a byte, per 32 values along the contraction dim.
 
-    All three GEMMs are in FP8. Forward and backward sum over different dims of a weight, and therefore multiply by
-    different codes. With one scale for 32 x 32 values of a weight, both multiply by the same codes, which take
-    half the bytes.
+    All three GEMMs run in FP8. Forward and backward sum over different dims of a weight, so each needs its own
+    quantized copy. With one scale per 32 x 32 block of a weight, both use the same copy, which halves the memory.
 
     Args:
         format: Format of inputs and weights.
         grad_format: Format of gradients.
-        grad_rounding: Rounding of gradients to codes, ``"nearest"`` or ``"stochastic"``.
-        scale: ``"e8m0_rceil"`` rounds a scale up, so that nothing saturates; ``"e8m0_floor"`` is the rule in the
+        grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
+        scale: ``"e8m0_rceil"`` rounds scales up, so that no value saturates. ``"e8m0_floor"`` is the rule in the
             specification of the format.
-        eps: Lower bound of the amax; 0 for none.
-        weight_block: Values of a weight that share a scale: (1, 32), or (32, 32) for the same codes in all GEMMs.
-        emulate: Whether a GPU without MX GEMMs multiplies the exact values in float64, slowly, instead of raising.
-        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
+        eps: Lower bound of the amax; 0 disables it.
+        weight_block: Block of a weight that shares a scale: (1, 32), or (32, 32) to use one quantized copy in all
+            GEMMs.
+        emulate: Whether a GPU without MX GEMMs multiplies the exact values in float64, slowly, instead of raising an
+            error.
+        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
 
     Raises:
         ValueError: ``scale`` or ``weight_block`` has a value that is not allowed.
@@ -257,12 +289,11 @@ def mxfp8(
     Source: OCP Microscaling Formats 1.0, section 6.3 (floor); Mishra et al. 2025, arXiv:2506.08027 (rceil).
     """
     if scale not in ("e8m0_rceil", "e8m0_floor"):
-        raise ValueError(f"mxfp8: scale is {scale!r}; it is 'e8m0_rceil' or 'e8m0_floor'.")
+        raise ValueError(f"mxfp8: `scale` is {scale!r}; it must be 'e8m0_rceil' or 'e8m0_floor'.")
     if weight_block not in (MX_LINE, MX_TILE):
-        raise ValueError(f"mxfp8: weight_block is {weight_block!r}; it is (1, 32) or (32, 32).")
-    blocks = (MX_LINE, weight_block, weight_block[::-1], MX_PILLAR)
+        raise ValueError(f"mxfp8: `weight_block` is {weight_block!r}; it must be (1, 32) or (32, 32).")
     return _of_blocks(
-        *blocks,
+        (MX_LINE, weight_block, weight_block[::-1], MX_PILLAR),
         format=format,
         grad_format=grad_format,
         grad_rounding=grad_rounding,
@@ -285,31 +316,32 @@ def nvfp4(
     emulate: bool = False,
     cache_weights: bool = False,
 ) -> Recipe:
-    """Recipe of NVFP4: 4-bit codes, an e4m3 scale for 16 values, and a float32 scale for the tensor.
+    """NVFP4 recipe: 4-bit values, one e4m3 scale per 16 values, and one float32 scale per tensor.
 
-    The 16 values lie along the summed dim. Weights have one scale for 16 x 16 values, so that forward and backward
-    multiply the same codes, at half a byte for each element. Compiled code keeps these codes (``keep_weight_codes``),
-    so that the backward does not read the weight. Both operands of grad_weight are Hadamard-transformed along tokens
-    before they are quantized, which spreads outliers over their neighbours; their float32 scales are those of the
-    transformed tensors. Each expert has its own codes and scales, as if its tokens and its weight were alone.
+    Blocks of 16 values extend along the contraction dim. Weights have one scale per 16 x 16 block, so that forward and
+    backward use the same quantized weight, at half a byte per element. Compiled code keeps it for the backward
+    (``keep_weight_codes``), which then does not read the high-precision weight. Both operands of grad_weight are
+    Hadamard-transformed along tokens before they are quantized, which spreads outliers over their neighbours. Their
+    global scales are computed after the transform. Each expert is quantized independently.
 
     Args:
-        weight_block: (16, 16), or (1, 16) for a scale for each 16 values along the summed dim.
-        grad_rounding: Rounding of gradients to codes: ``"stochastic"``, ``"nearest"``, or ``"stochastic_hardware"``,
-            which uses the instruction of a B200. The instruction is faster and draws other bits, see
-            ``fp8compile.TwoLevelScaling``.
+        weight_block: (16, 16), or (1, 16) for one scale per 16 values along the contraction dim.
+        grad_rounding: Rounding mode for quantizing gradients: ``"stochastic"``, ``"nearest"``, or
+            ``"stochastic_hardware"``, which uses the rounding instruction of a B200. It is faster, but uses different
+            random bits; see ``fp8compile.TwoLevelScaling``.
         seed: Seed of stochastic rounding.
-        hadamard: Sixteen signs of the transform of grad_weight's operands, TransformerEngine's by default; () for no
-            transform.
-        backward: ``"nvfp4"`` for GEMMs of grad_input and grad_weight in four bits. ``"bf16"`` for these GEMMs in the
-            dtype of their operands. ``"dequantized"`` for the same as ``"bf16"``, but with the values of the forward's
-            codes instead of x and the weight.
+        hadamard: Sixteen signs of the Hadamard transform of the operands of grad_weight; by default those of
+            TransformerEngine. () for no transform.
+        backward: ``"nvfp4"`` runs the GEMMs of grad_input and grad_weight in FP4. ``"bf16"`` runs them in the dtype of
+            their operands. ``"dequantized"`` is like ``"bf16"``, but uses the dequantized operands of the forward
+            instead of x and the weight.
         scale: The rule for both scales, ``"transformer_engine"`` or ``"torchao"``.
-        outer: ``"reciprocal"`` for float32 scales of weights that equal 1 / (1 / scale), because some servers store
-            the reciprocal. This changes only weights whose largest magnitude is below 3.2e-35, and needs
-            ``scale="transformer_engine"``. ``"quotient"`` leaves the scale as the rule has it.
-        emulate: Whether a GPU without NVFP4 GEMMs multiplies the exact values in float64, slowly, instead of raising.
-        cache_weights: Whether layers keep the codes of weights from one optimizer step to the next, see ``Recipe``.
+        outer: Rule for the global scales of weights. ``"reciprocal"`` makes each equal to 1 / (1 / scale), because
+            some servers store the reciprocal. This changes only weights whose largest magnitude is below 3.2e-35, and
+            requires ``scale="transformer_engine"``. ``"quotient"`` uses the result of ``scale`` unchanged.
+        emulate: Whether a GPU without NVFP4 GEMMs multiplies the exact values in float64, slowly, instead of raising
+            an error.
+        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
 
     Raises:
         ValueError: An argument has a value that is not allowed.
@@ -317,12 +349,12 @@ def nvfp4(
     Source: NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
     """
     if weight_block not in (NV_TILE, NV_LINE):
-        raise ValueError(f"nvfp4: weight_block is {weight_block!r}; it is (16, 16) or (1, 16).")
+        raise ValueError(f"nvfp4: `weight_block` is {weight_block!r}; it must be (16, 16) or (1, 16).")
     if backward not in ("nvfp4", "bf16", "dequantized"):
-        raise ValueError(f"nvfp4: backward is {backward!r}; it is 'nvfp4', 'bf16' or 'dequantized'.")
+        raise ValueError(f"nvfp4: `backward` is {backward!r}; it must be 'nvfp4', 'bf16' or 'dequantized'.")
     if outer not in ("quotient", "reciprocal") or (outer == "reciprocal" and scale != "transformer_engine"):
         raise ValueError(
-            f"nvfp4: outer is {outer!r} with scale {scale!r}; it is 'quotient', or 'reciprocal' with scale "
+            f"nvfp4: `outer` is {outer!r} with scale {scale!r}; it must be 'quotient', or 'reciprocal' with scale "
             "'transformer_engine'."
         )
     of_weight = "reciprocal" if outer == "reciprocal" else scale
@@ -360,20 +392,20 @@ def delayed(
     margin: int = 0,
     keep_weight_codes: bool = True,
 ) -> Recipe:
-    """Recipe with one scale for each tensor, from the amaxes of earlier steps; all three GEMMs in FP8.
+    """Recipe with one scale per tensor, from the amaxes of earlier steps; all three GEMMs run in FP8.
 
-    Each layer has a state, see ``fp8compile.DelayedState``; ``fp8compile.Linear`` keeps the state in buffers.
+    Each layer has a state (``fp8compile.DelayedState``), which ``fp8compile.Linear`` stores in buffers.
 
     Args:
         format: Format of inputs and weights.
         grad_format: Format of gradients; e5m2 has a wider range than e4m3.
-        history: Number of amaxes that are kept for each operand.
-        algorithm: ``"max"`` or ``"most_recent"``, see ``fp8compile.DelayedScaling``.
-        margin: Number of powers of two between the largest code and the scaled amax.
-        keep_weight_codes: Whether codes of weights are kept from the forward to the backward, which takes one byte for
-            each element, see ``fp8compile.Recipe``. If False, the backward quantizes weights again.
+        history: Length of the amax history of each operand.
+        algorithm: ``"max"`` or ``"most_recent"``; see ``fp8compile.DelayedScaling``.
+        margin: Headroom in powers of two between the scaled amax and the largest value of the format.
+        keep_weight_codes: Whether quantized weights are kept from the forward to the backward, which takes one byte
+            per element; see ``fp8compile.Recipe``. If False, the backward requantizes weights.
 
-    Source: see ``fp8compile.DelayedScaling``; the defaults are TransformerEngine's with the format ``HYBRID``.
+    Source: see ``fp8compile.DelayedScaling``. The defaults are those of TransformerEngine with the format ``HYBRID``.
     """
     value = DelayedScaling(format=format, history=history, algorithm=algorithm, margin=margin)
     gradient = DelayedScaling(format=grad_format, history=history, algorithm=algorithm, margin=margin)
@@ -389,18 +421,18 @@ def delayed(
 
 
 def of_quantizer(quantizer: Quantizer) -> Recipe:
-    """Make a recipe from one quantizer, transposed where a GEMM sums over the rows of an operand.
+    """Create a recipe from one quantizer, transposed where a GEMM sums over the rows of an operand.
 
     Args:
-        quantizer: Quantizer of the output's operands: the input (tokens, K) and the weight (N, K).
+        quantizer: Quantizer for the operands of the output GEMM: the input (tokens, K) and the weight (N, K).
 
     Raises:
         TypeError: The argument is not a quantizer.
-        ValueError: No GEMM multiplies these blocks (the text lists those that a GEMM can), or codes in e5m2.
+        ValueError: No GEMM supports these blocks (the message lists the supported ones), or the format is e5m2.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(
-            f"fp8compile.library.recipe: quantizer is {quantizer!r}; it is a quantizer, such as "
+            f"fp8compile.library.recipe: `quantizer` is {quantizer!r}; it must be a quantizer, such as "
             "fp8compile.CurrentScaling()."
         )
     turned = quantizer.transposed()
@@ -415,14 +447,14 @@ def of_quantizer(quantizer: Quantizer) -> Recipe:
 
 
 def weight_only(quantizer: Quantizer | None = None) -> Recipe:
-    """Recipe that quantizes the weight alone, to train for serving with four-bit or eight-bit weights.
+    """Recipe that quantizes only the weight, to train for serving with four-bit or eight-bit weights.
 
-    The output multiplies x by the values of the weight's codes in high precision (W4A16, W8A16). Gradients are
-    ``dy @ values`` for x, and ``dy^T @ x`` for the weight, as if the weight were not rounded (straight-through).
+    The output is x times the dequantized weight in high precision (W4A16, W8A16). Gradients are ``dy @
+    dequantized_weight`` for x, and ``dy^T @ x`` for the weight, as if the weight were not rounded (straight-through).
 
     Args:
-        quantizer: Quantizer of the weight (N, K), with current scaling. By default that of NVFP4, four bits with a
-            scale for 16 values of a row; ``fp8compile.CurrentScaling(...)`` for eight bits.
+        quantizer: Quantizer of the weight (N, K), with current scaling. By default that of NVFP4: four bits with one
+            scale per 16 values of a row. Use ``fp8compile.CurrentScaling(...)`` for eight bits.
 
     Raises:
         TypeError: The argument is not a quantizer.
@@ -437,6 +469,7 @@ READY: dict[str, Callable[..., Recipe]] = {
     "rowwise": rowwise,
     "rowwise_bf16_wgrad": rowwise_bf16_wgrad,
     "blockwise": blockwise,
+    "blockwise_bf16_wgrad": blockwise_bf16_wgrad,
     "mxfp8": mxfp8,
     "delayed": delayed,
     "nvfp4": nvfp4,
@@ -444,7 +477,7 @@ READY: dict[str, Callable[..., Recipe]] = {
 
 
 def names() -> tuple[str, ...]:
-    """Names of the ready recipes; `installed` returns the names of installed packages' recipes."""
+    """Names of the built-in recipes; `installed` returns the names of recipes from installed packages."""
     return tuple(READY)
 
 
@@ -459,8 +492,8 @@ def installed() -> tuple[str, ...]:
     for name in found:
         if name in READY:
             raise ValueError(
-                f"{entry_points.source(name)} has the name of fp8compile.recipes.{name}, which by_name gives. Rename "
-                "the entry point, or uninstall that package."
+                f"{entry_points.source(name)} has the same name as fp8compile.recipes.{name}, which by_name "
+                "returns. Rename the entry point, or uninstall that package."
             )
     return found
 
@@ -470,15 +503,15 @@ def _no_such_recipe(name: object) -> str:
     known = [*READY, *installed()]
     close = difflib.get_close_matches(str(name), known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"no recipe is called {name!r}; there are {', '.join(known)}.{hint}"
+    return f"there is no recipe named {name!r}; recipes are {', '.join(known)}.{hint}"
 
 
 @constant_when_traced
 def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
     if arguments:
         raise TypeError(
-            f"by_name: {name!r} is of an installed package and takes no arguments, given are {', '.join(arguments)}. "
-            "Make it with that package's own functions."
+            f"by_name: {name!r} is a recipe of an installed package and accepts no arguments, got "
+            f"{', '.join(arguments)}. Create it with that package's own functions."
         )
     value = entry_points.load(name)
     if isinstance(value, Recipe):
@@ -486,7 +519,7 @@ def _installed_recipe(name: str, arguments: dict[str, object]) -> Recipe:
     try:
         return of_quantizer(value)
     except ValueError as error:
-        raise ValueError(f"{entry_points.source(name)} gives {value!r}, which makes no recipe. {error}") from error
+        raise ValueError(f"{entry_points.source(name)} is {value!r}, which is not a valid recipe. {error}") from error
 
 
 def _of_call(text: str) -> tuple[str, dict[str, object]]:
@@ -503,25 +536,25 @@ def _of_call(text: str) -> tuple[str, dict[str, object]]:
             raise ValueError
     except (SyntaxError, ValueError):
         raise ValueError(
-            f"no recipe is called {text!r}; write a name, or a call with keyword arguments that are literals, such as "
-            "rowwise(scale='pow2')."
+            f"there is no recipe {text!r}; it must be a name, such as rowwise, or a call with literal keyword "
+            "arguments, such as rowwise(scale='pow2')."
         ) from None
     return call.func.id, found
 
 
 def by_name(name: str, **arguments: object) -> Recipe:
-    """Make a recipe by its name: a ready recipe, or a recipe of an installed package.
+    """Return a recipe by name: a built-in recipe, or a recipe from an installed package.
 
     Args:
-        name: The name, or the text of a call such as ``"rowwise(by_mx=True)"``; `describe` returns either.
+        name: The name, or a call as a string such as ``"rowwise(by_mx=True)"``; `describe` returns either.
             ``fp8compile.library.quantizers`` lists the recipes of packages.
-        arguments: Keyword arguments of the ready recipe's function; none for a recipe of another package.
+        arguments: Keyword arguments of the built-in recipe's function. Recipes of other packages accept none.
 
     Raises:
         ValueError: There is no such recipe, an argument has a value that is not allowed, or a package's quantizer
-            makes no recipe.
-        ImportError: The package's entry point can't be imported or called; the text names the package.
-        TypeError: The package's entry point is neither a quantizer nor a recipe, or the recipe does not take the
+            can't be turned into a recipe.
+        ImportError: The package's entry point can't be imported or called; the message names the package.
+        TypeError: The package's entry point is neither a quantizer nor a recipe, or the recipe does not accept the
             arguments.
     """
     if isinstance(name, str) and name.endswith(")"):
@@ -587,7 +620,7 @@ def _ready_name(recipe: Recipe) -> str | None:
 
 
 def _installed_name(recipe: Recipe) -> str | None:
-    for name, value in entry_points.imported():
+    for name, value in entry_points.LOADED.items():
         try:
             if recipe == (value if isinstance(value, Recipe) else of_quantizer(value)):
                 return name
@@ -597,13 +630,13 @@ def _installed_name(recipe: Recipe) -> str | None:
 
 
 def describe(recipe: Recipe) -> str:
-    """A readable name of a recipe.
+    """Return a readable name of a recipe.
 
     Args:
         recipe: Any recipe.
 
     Returns:
-        ``"rowwise"`` for a ready recipe, or ``"rowwise(scale='pow2')"`` with other arguments than the defaults. Else
-        the recipe's name in an installed package, if that package is imported; else ``"custom"``.
+        ``"rowwise"`` for a built-in recipe, or ``"rowwise(scale='pow2')"`` with non-default arguments. Otherwise the
+        recipe's name in an installed package, if `by_name` has returned it, or ``"custom"``.
     """
     return _ready_name(recipe) or _installed_name(recipe) or "custom"

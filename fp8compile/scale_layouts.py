@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = [
-    "TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "for_each_row", "swizzled", "tiled", "tiles_numel",
+    "TILE_BLOCKS", "TILE_ROWS", "down_the_rows", "for_each_row", "places_in_tiles", "swizzled", "tiled", "tiles_numel",
     "untiled",
 ]  # fmt: skip
 
@@ -60,6 +60,13 @@ def untiled(tiles: Tensor, rows: int, blocks: int) -> Tensor:
     down, along = -(-rows // TILE_ROWS), -(-blocks // TILE_BLOCKS)
     found = tiles.view(down, along, GROUP, TILE_ROWS // GROUP, TILE_BLOCKS).permute(0, 3, 2, 1, 4)
     return found.reshape(down * TILE_ROWS, along * TILE_BLOCKS)[:rows, :blocks]
+
+
+def places_in_tiles(row: Tensor, block: Tensor, blocks: Tensor) -> Tensor:
+    """Return the positions in 1-D tiles of the scales of (``row``, ``block``); ``blocks`` is a multiple of 4."""
+    tile = row // TILE_ROWS * (blocks // TILE_BLOCKS) + block // TILE_BLOCKS
+    inside = row % GROUP * (TILE_ROWS // GROUP) + row % TILE_ROWS // GROUP
+    return tile * (TILE_ROWS * TILE_BLOCKS) + inside * TILE_BLOCKS + block % TILE_BLOCKS
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def target_called(name: str) -> Target:
     if name == "cpu":
         return Target("cpu")
     if name not in CAPABILITIES:
-        raise ValueError(f"target is {name!r}; it is one of 'cpu', {', '.join(map(repr, CAPABILITIES))}.")
+        raise ValueError(f"`target` is {name!r}; it must be one of 'cpu', {', '.join(map(repr, CAPABILITIES))}.")
     return Target("cuda", CAPABILITIES[name])
 
 

@@ -70,9 +70,9 @@ class TrainConfig:
     fsdp: bool = _switch("shard parameters and batch over the processes, by stock FSDP2")
     hsdp: bool = _switch("like --fsdp, with two replicas of the shards")
     graph_fsdp: bool = _switch("like --fsdp, with all communication in the graph of the whole model")
-    bf16_gather: bool = _switch("with --fsdp: gather FP8 weights in bfloat16, not as codes; no bit differs")
+    bf16_gather: bool = _switch("with --fsdp: all-gather FP8 weights in bfloat16; results are bit-identical")
     ep: int = _option("with --experts: processes that experts are spread over, which share the batch too", 1)
-    quantized_parameters: bool = _switch("keep FP8 weights as codes, with float32 masters in the optimizer")
+    quantized_parameters: bool = _switch("FP8 parameters, with float32 masters in the optimizer")
 
     @property
     def is_sharded(self) -> bool:

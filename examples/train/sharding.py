@@ -3,7 +3,7 @@
     --fsdp         fsdp_float8_all_gather --> torch.compile of each block --> fully_shard of each, and of the rest
     --graph-fsdp   graph_fsdp --> torch.compile of the whole model
 
-Stock FSDP2 gathers weights of FP8 layers as codes, one byte an element, if that gives the same numbers, and in
+Stock FSDP2 gathers weights of FP8 layers in FP8, one byte per element, if that gives the same numbers, and in
 bfloat16 otherwise. The table of the run says which, and why. Losses have the same bits either way.
 """
 
@@ -25,7 +25,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 
 def _gather_codes(model: ByteLlama, ignored: Collection[nn.Parameter]) -> str:
-    """Have FSDP2 gather codes where it can; returns words for what is gathered, with reasons if not as codes."""
+    """Have FSDP2 all-gather FP8 data if possible; return what is gathered, with the reason if it is not FP8."""
     f8.parallel.fsdp_float8_all_gather(model, ignored_params=ignored)
     found = (row.gathered.replace("param_dtype", "bfloat16") for row in f8.conversion_report(model).rows)
     return "; ".join(dict.fromkeys(words for words in found if words))
@@ -37,7 +37,7 @@ def _gathered(model: ByteLlama, config: TrainConfig, *, is_fp8: bool, ignored: C
     if not is_fp8:
         return "bfloat16: no FP8 layers"
     if config.quantized_parameters:
-        return "codes, which the parameters are"
+        return "quantized data: FP8 parameters"
     return "bfloat16: told so" if config.bf16_gather else _gather_codes(model, ignored)
 
 
@@ -45,12 +45,12 @@ def shard(model: ByteLlama, mesh: DeviceMesh, config: TrainConfig, *, is_fp8: bo
     """Shard a model's parameters in place. With stock FSDP2 each block is compiled before, if the config says so.
 
     Returns:
-        Words for how weights of FP8 layers are gathered, with the reason if not as codes.
+        How weights of FP8 layers are gathered, with the reason if it is not in FP8.
     """
     ignored = f8.parallel.expert_parameters(model)
     if config.graph_fsdp:
         f8.parallel.graph_fsdp(model, mesh, mp_policy=POLICY, ignored_params=ignored)
-        return "codes, those that a pass needs" if is_fp8 else "bfloat16: no FP8 layers"
+        return "quantized data, what each pass needs" if is_fp8 else "bfloat16: no FP8 layers"
     gathered = _gathered(model, config, is_fp8=is_fp8, ignored=ignored)
     for index, block in enumerate(model.blocks):
         if config.compile:

@@ -281,5 +281,5 @@ class Trainer:
             found["FSDP"] = f"{layout.shards} shards{replicas}"
             found["weights gathered as"] = self.gathered
         if self._has_masters:
-            found["weights of FP8 layers"] = "codes, float32 masters"
+            found["weights of FP8 layers"] = "FP8 parameters, float32 masters"
         return found

@@ -11,6 +11,8 @@ from fp8compile._compat.imports import *
 from fp8compile._compat.inductor import *
 from fp8compile._compat.modes import *
 from fp8compile._compat.modules import *
+from fp8compile._compat.once_a_graph import *
+from fp8compile._compat.operators import *
 from fp8compile._compat.optimizers import *
 from fp8compile._compat.process_groups import *
 from fp8compile._compat.serialization import *

@@ -13,6 +13,7 @@ from torch import fx
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
 
 from fp8compile._compat.tracing import no_dispatch
 
@@ -23,12 +24,14 @@ __all__ = [
     "counting_versions",
     "impl_autograd",
     "is_written_in_graph",
+    "loop_under_vmap",
     "keep_grad_dtype",
     "lost_by_hooks",
     "plain_alias",
     "runs_in_backward",
     "saved_by_checkpoint",
     "saved_tensor_context",
+    "shares_memory",
     "uncounted_write",
     "version_in_eager",
     "will_run",
@@ -46,18 +49,19 @@ def impl_autograd(
     lib: torch.library.Library,
     op: torch._ops.OpOverload,
     setup_context: Callable[..., Any] | None,
-    backward: Callable[..., Any] | None,
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
     prepare: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the derivative of an operator; without a ``backward``, the derivative raises.
+    """Register the derivative of an operator.
 
-    ``setup_context(ctx, args, output)`` saves tensors, as in an autograd.Function. If gradients are recorded, the op
-    is called below autograd with the arguments that ``prepare(needs_input_grad, args)`` returns.
+    ``setup_context(ctx, args, output)`` saves tensors; ``backward(ctx, *grads)`` and ``jvp(ctx, *tangents)`` are those
+    of an autograd.Function. If gradients are recorded, the op is called below autograd with the arguments that
+    ``prepare(needs_input_grad, args)`` returns.
 
-    Unlike `torch.library.register_autograd`, this works with `torch.func.grad`, and raises with `torch.func.jvp`
-    instead of silently returning zeros. AOTAutograd's cache accepts the derivative.
+    Unlike `torch.library.register_autograd`, this works with `torch.func.grad`, and calls ``jvp`` with
+    `torch.func.jvp` instead of silently returning zeros. AOTAutograd's cache accepts the derivative.
     """
-    name = str(op).removesuffix(".default").replace(".", "::")
 
     def forward(ctx: Any, *args_and_caller: Any) -> Any:
         *args, keyset, modes = args_and_caller
@@ -73,27 +77,13 @@ def impl_autograd(
             setup_context(ctx, tuple(args), output)
         return output
 
-    def no_backward(ctx: Any, *grads: Any) -> Any:
-        if op.namespace != "fp8compile":
-            raise RuntimeError(f"{name} has no derivative: it was registered with backward=None. Detach its inputs.")
-        raise RuntimeError(
-            f"{name} has no derivative. Of the products only fp8compile::linear and grouped_linear can be "
-            "differentiated, and only once: take second derivatives of the unconverted model (fp8compile.revert)."
-        )
-
     def call_backward(ctx: Any, *grads: Any) -> Any:
-        return *backward(ctx, *grads), None, None  # type: ignore[misc]  # used in `members` only if not None
-
-    def no_jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RuntimeError(
-            f"{name} has no forward-mode derivative. Use reverse mode, or take it of the unconverted model "
-            "(fp8compile.revert)."
-        )
+        return *backward(ctx, *grads), None, None
 
     members = {
         "forward": staticmethod(forward),
-        "jvp": staticmethod(no_jvp),
-        "backward": staticmethod(no_backward if backward is None else call_backward),
+        "jvp": staticmethod(jvp),
+        "backward": staticmethod(call_backward),
     }
     function: Any = type(f"{op._opname}_backward", (_SingleLevelFunction,), members)
 
@@ -107,6 +97,29 @@ def impl_autograd(
             return function.apply(*args, keyset, (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()))
 
     lib.impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def loop_under_vmap(lib: torch.library.Library, op: torch._ops.OpOverload) -> None:
+    """Let `torch.vmap` call an operator that takes a list of tensors, once for each entry of a batch.
+
+    PyTorch itself does so for all other operators, and raises for these.
+    """
+    kinds = [str(each.type) for each in op._schema.arguments]
+    if not any("List" in kind and "Tensor" in kind for kind in kinds):
+        return
+
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(args)
+        dims = pytree.tree_leaves(in_dims)
+        found = []
+        for index in range(info.batch_size):
+            own = [each if dim is None else each.select(dim, index) for each, dim in zip(leaves, dims, strict=True)]
+            found.append(op(*pytree.tree_unflatten(own, spec)))
+        if isinstance(found[0], torch.Tensor):
+            return torch.stack(found), 0
+        return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
+
+    torch.library.register_vmap(op._schema.name, rule, lib=lib)
 
 
 def is_written_in_graph(tensor: torch.Tensor) -> bool:
@@ -153,6 +166,18 @@ def uncounted_write(memory: torch.Tensor) -> AbstractContextManager[None]:
 def version_in_eager(tensor: torch.Tensor) -> int | None:
     """Return a tensor's version counter; None for traced tensors and tensor subclasses."""
     return tensor._version if type(tensor) is torch.Tensor else None
+
+
+def _uses_of_memory(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_USES_OF_ONE = _uses_of_memory(torch.empty(1))
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, such as a view, or another process may write to the memory of a real tensor."""
+    return _uses_of_memory(tensor) > _USES_OF_ONE or (tensor.is_cpu and tensor.is_shared())
 
 
 def runs_in_backward() -> bool:

@@ -9,7 +9,16 @@ from unittest import mock
 
 import torch
 
-__all__ = ["FsdpParameter", "fsdp_messages_told", "fsdp_parameters", "is_fsdp", "is_fsdp_managed", "is_sharded_class"]
+__all__ = [
+    "FsdpParameter",
+    "fsdp_messages_told",
+    "fsdp_modules",
+    "fsdp_parameters",
+    "is_fsdp",
+    "is_fsdp_managed",
+    "is_part_of_flat_parameter",
+    "is_sharded_class",
+]
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
@@ -17,6 +26,11 @@ def is_fsdp(module: torch.nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
+
+
+def fsdp_modules(model: torch.nn.Module) -> list[str]:
+    """Return the names of the modules that `fully_shard` was called on, "the model" for ``model`` itself."""
+    return [name or "the model" for name, module in model.named_modules() if is_fsdp(module)]
 
 
 def is_sharded_class(cls: type[Any]) -> bool:
@@ -27,6 +41,11 @@ def is_sharded_class(cls: type[Any]) -> bool:
 def is_fsdp_managed(module: torch.nn.Module) -> bool:
     """Whether FSDP manages a module's parameters, because FSDP was applied to the module or a parent."""
     return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def is_part_of_flat_parameter(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a view of a flat parameter of FSDP1 (``use_orig_params=True``)."""
+    return getattr(parameter, "_fsdp_flattened", False)
 
 
 class FsdpParameter:
@@ -114,7 +133,7 @@ def _groups(state: Any) -> Sequence[Any]:
 
 @contextmanager
 def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[], object]) -> Iterator[None]:
-    """Context that calls ``begin`` before and ``end`` after FSDP2 starts to gather parameters or reduce gradients.
+    """Context that calls ``begin`` before and ``end`` after FSDP2 gathers parameters or starts to reduce gradients.
 
     Parameter groups of other modules than ``module`` do not count. `is_fsdp` has to be True for ``module``.
     """
@@ -131,6 +150,6 @@ def fsdp_messages_told(module: Any, begin: Callable[[], None], end: Callable[[],
 
     with ExitStack() as stack:
         for group in _groups(module._get_fsdp_state()):
-            for name in ("unshard", "post_backward"):
+            for name in ("unshard", "wait_for_unshard", "post_backward"):
                 stack.enter_context(mock.patch.object(group, name, telling(getattr(group, name))))
         yield

@@ -9,6 +9,7 @@ FSDP2 supports this only for plain tensors. Here the gathered data is cut as byt
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +22,24 @@ Class = TypeVar("Class")
 _MARK = "_fp8compile_keeps_parts"
 
 
-def keeps_parts_after_forward(cls: type[Class]) -> type[Class]:
-    """Class decorator that allows FSDP2's `reshard_after_forward=N` for tensors with all-gather hooks."""
-    setattr(cls, _MARK, True)
-    when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
-    return cls
+def keeps_parts_after_forward(
+    check_dim: Callable[[str, int, int], object], check_writes: Callable[[str, int, bool], object]
+) -> Callable[[type[Class]], type[Class]]:
+    """Class decorator that allows FSDP2's `reshard_after_forward=N` for tensors with all-gather hooks.
+
+    Args:
+        check_dim: Called with the parameter's name, N, and the dim along which it is sharded; it raises if FSDP2 can't
+            put N parts together along this dim.
+        check_writes: Called with the parameter's name, N, and whether the parameter was written to since its parts
+            were kept; it raises if it was.
+    """
+
+    def mark(cls: type[Class]) -> type[Class]:
+        setattr(cls, _MARK, (check_dim, check_writes))
+        when_imported("torch.distributed.fsdp._fully_shard._fsdp_param", _extend)
+        return cls
+
+    return mark
 
 
 def _is_marked(parameter: Any) -> bool:
@@ -33,14 +47,13 @@ def _is_marked(parameter: Any) -> bool:
     return fewer not in (None, parameter.mesh_info) and hasattr(parameter._sharded_local_tensor, _MARK)
 
 
+def _name_and_size(parameter: Any) -> tuple[str, int]:
+    return parameter._module_info.param_name, parameter.post_forward_mesh_info.shard_mesh_size
+
+
 def _check_dim(parameter: Any) -> None:
-    if dim := parameter.fsdp_placement.dim:
-        name = parameter._module_info.param_name
-        raise ValueError(
-            f"reshard_after_forward={parameter.post_forward_mesh_info.shard_mesh_size}: {name} is sharded along dim "
-            f"{dim}, and FSDP2 puts parts together along dim 0 alone. Pass True or False for its module, or leave "
-            "shard_placement_fn out."
-        )
+    check_dim, _ = getattr(parameter._sharded_local_tensor, _MARK)
+    check_dim(*_name_and_size(parameter), parameter.fsdp_placement.dim)
 
 
 def _writes(parameter: Any) -> tuple[int, ...]:
@@ -50,12 +63,8 @@ def _writes(parameter: Any) -> tuple[int, ...]:
 
 
 def _check_not_written(parameter: Any) -> None:
-    if _writes(parameter) != parameter._writes_when_kept:
-        raise RuntimeError(
-            f"reshard_after_forward={parameter.post_forward_mesh_info.shard_mesh_size}: "
-            f"{parameter._module_info.param_name} was written to after a forward that no backward followed, and the "
-            "ranks have kept parts of what it was. Call reshard() of the FSDP modules before you change weights."
-        )
+    _, check_writes = getattr(parameter._sharded_local_tensor, _MARK)
+    check_writes(*_name_and_size(parameter), _writes(parameter) != parameter._writes_when_kept)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ __all__ = [
     "new_dynamic_size",
     "constant_when_traced",
     "faking_as",
+    "forget_graphs",
     "graph_tracer",
     "guard_or_false",
     "is_fake",
@@ -250,3 +251,12 @@ def module_path(text: str) -> str:
     """Convert Dynamo's source text of a module, ``L['self']._modules['layers'][0].gate``, to ``layers.0.gate``."""
     rest = re.sub(r"^L\['\w+'\]", "", text)
     return ".".join(next(filter(None, match)) for match in STEP.findall(rest))
+
+
+def forget_graphs() -> None:
+    """Call `torch._dynamo.reset`, but keep the table of Triton kernels that the user's code in graphs launches."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
+
+    kept = table.id_to_kernel, table.kernel_to_id, table.constant_args
+    torch._dynamo.reset()
+    table.id_to_kernel, table.kernel_to_id, table.constant_args = kept

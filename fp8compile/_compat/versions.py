@@ -31,6 +31,7 @@ __all__ = [
     "is_constant_type",
     "is_exporting",
     "is_stand_in",
+    "unwrapped",
     "reduce_scatter_single",
     "register_constant_type",
     "root_mesh",
@@ -86,6 +87,11 @@ def is_stand_in(value: object) -> bool:
     has the constant's class.
     """
     return type(value).__name__ == "FakeScriptObject"
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the constant that a stand-in of PyTorch's has the place of (`is_stand_in`), or ``value`` itself."""
+    return value.real_obj if is_stand_in(value) else value
 
 
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:
@@ -155,20 +161,18 @@ def default_reduce_dtype(own: torch.dtype, used: torch.dtype) -> torch.dtype:
     return own if TORCH_VERSION >= (2, 15) else used
 
 
-def allow_group_in_subclass() -> None:
-    """Let compiled code use tensor subclasses with a ProcessGroup attribute; raise a RuntimeError on PyTorch 2.11."""
+def allow_group_in_subclass() -> bool:
+    """Let compiled code use tensor subclasses with a ProcessGroup attribute; return False on PyTorch 2.11."""
     if GROUPS_ALLOWED:
-        return
+        return True
     if TORCH_VERSION < (2, 12):
-        raise RuntimeError(
-            f"a process group on a QuantizedTensor needs PyTorch 2.12 or later, this is {torch.__version__}. "
-            "Upgrade PyTorch, or quantize without group=."
-        )
+        return False
     from torch.distributed import device_mesh
 
     if hasattr(device_mesh, "_register_distributed_opaque_types"):  # 2.13; PyTorch 2.15 does it at import
         device_mesh._register_distributed_opaque_types()
     GROUPS_ALLOWED.append(True)
+    return True
 
 
 # Dynamo calls this function instead of tracing it: tracing would warn of a cache, and guard the list that is written

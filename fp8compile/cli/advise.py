@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """
-Which recipe should each layer take? Run TARGET once, forward and backward, in high precision, and measure the error of
-each layer's three products in each recipe against float64, on the data that TARGET gives.
+Recommend a recipe for each layer. Runs TARGET once, forward and backward, in high precision, and measures the error of
+each layer's three GEMMs in each recipe against float64, on the data that TARGET returns.
 """
-TARGET = "as explain's: package.module:name, FILE.py:name or FILE.py, a function that returns (model, args[, kwargs])"
+TARGET = (
+    "as for explain: package.module:name, FILE.py:name or FILE.py, a function that returns (model, args[, kwargs])"
+)
 NO_LOSS = (
     "TARGET returns no scalar loss, so gradients are those of the mean square of what it returns; for those of your "
     "training, let it return the loss."
@@ -35,41 +37,43 @@ log: logging.Logger = logging.getLogger(__name__)
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``advise`` to the argument parser."""
     parser = subparsers.add_parser(
-        "advise", help="say which recipe each layer of a model should take", description=DESCRIPTION,
+        "advise", help="recommend a recipe for each layer of a model", description=DESCRIPTION,
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("target", metavar="TARGET", help=TARGET)
-    names = f"{', '.join(recipes.names())}, or an installed package's"
+    names = f"{', '.join(recipes.names())}, or the recipe of an installed package"
     parser.add_argument(
         "--recipes", metavar="NAME,...",
-        help=f"the candidates: {names} (default: the ready ones that the GPU multiplies itself)",
+        help=f"recipes to consider: {names} (default: the built-in recipes that the GPU supports natively)",
     )  # fmt: skip
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
         "--sqnr", type=float, metavar="DB",
-        help="each layer takes the fastest recipe whose three products have this signal-to-noise ratio (default 14)",
+        help="choose the fastest recipe whose three GEMMs have this signal-to-noise ratio, per layer (default 14)",
     )  # fmt: skip
     budget.add_argument(
         "--time", type=float, metavar="SHARE",
-        help="take the least noise within this share of the least time without FP8, all layers together",
+        help="minimize noise within this fraction of the minimum time without FP8, over all layers",
     )  # fmt: skip
-    parser.add_argument("--gpu", choices=GPUS, default="h200", help="the GPU whose peaks count (default h200)")
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="h200", help="estimate times from the peak rates of this GPU (default h200)"
+    )
     parser.add_argument(
         "--rows-factor", type=float, default=1.0, metavar="N",
-        help="how many times TARGET's rows a training step has, for bytes and times (default 1)",
+        help="rows of a training step as a multiple of TARGET's rows, for bytes and times (default 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--sample", type=int, default=512, metavar="ROWS", help="rows a layer that errors rest on (default 512)"
+        "--sample", type=int, default=512, metavar="ROWS", help="rows per layer to measure errors on (default 512)"
     )
-    parser.add_argument("--products", action="store_true", help="a row for each of a layer's three products")
+    parser.add_argument("--products", action="store_true", help="print one row per GEMM instead of one per layer")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
 def _advice(parsed: argparse.Namespace) -> tuple[Advice, list[str]]:
     from fp8compile import revert
-    from fp8compile.cli.explain.target import load_target
-    from fp8compile.nn.convertible_layers import is_converted
+    from fp8compile.cli.target import load_target
+    from fp8compile.nn.convertible.convertible_layers import is_converted
     from fp8compile.testing.numerics.advise import advise_call
     from fp8compile.testing.numerics.model_calls import loss_of, mean_square
 

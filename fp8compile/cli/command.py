@@ -25,11 +25,13 @@ __all__ = ["main"]
 
 # Modules or packages of this folder that have add_parser(subparsers), which sets the default `run`: a function of the
 # parsed arguments that returns an exit code.
-SUBCOMMANDS = ("explain", "advise", "monitor", "doctor", "bench", "run-gpu")
+SUBCOMMANDS = ("explain", "advise", "monitor", "doctor", "run-gpu")
 # Former subcommands, and where their code is now.
 MOVED = {
-    "train": "it is an example now, outside of the package. In a clone of the repository see examples/train/; run "
-    "`make train`, or `python -m examples.train --recipe rowwise --compare bf16`"
+    "train": "training the example is not part of the package. In a clone of the repository see examples/train/ "
+    "and run `make train`, or `python -m examples.train --recipe rowwise --compare bf16`",
+    "bench": "the report is a script outside of the package. In a clone of the repository run `python -m "
+    "benchmarks.report`",
 }
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -62,7 +64,9 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="fp8compile", description="FP8 training that torch.compile sees.", allow_abbrev=False)
+    parser = _OneLineParser(
+        prog="fp8compile", description="FP8 and FP4 training for torch.compile.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"fp8compile {__version__}")
     subparsers = parser.add_subparsers(
         dest="command", metavar="|".join(SUBCOMMANDS), required=True, parser_class=_OneLineParser
@@ -98,7 +102,10 @@ def _check_streams() -> None:
         # print(file=None) would take standard output
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if sys.stdout is None:
-        raise UserError("standard output is closed, and there is nowhere to print; redirect it to /dev/null")
+        raise UserError(
+            "standard output is closed, so the report can't be printed. To discard it, redirect standard output to "
+            "/dev/null."
+        )
 
 
 def _settle_output() -> None:

@@ -63,7 +63,7 @@ def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, s
     import torch
 
     from fp8compile import recipes
-    from fp8compile.ops.recipe_support import recipe_support
+    from fp8compile.ops.layer.recipe_support import recipe_support
 
     try:
         recipe = recipes.by_name(name)
@@ -102,8 +102,8 @@ def _warnings() -> list[str]:
         return []
     known = ".".join(map(str, newest))
     return [
-        f"PyTorch {torch.__version__} is newer than {known}, the newest that this fp8compile was tested on. Private "
-        "interfaces that it uses may have changed: look for a newer fp8compile, and believe the self-checks."
+        f"PyTorch {torch.__version__} is newer than {known}, the newest version that this fp8compile was tested with. "
+        "Private interfaces that it uses may have changed. Look for a newer fp8compile, and rely on the self-checks."
     ]
 
 
@@ -223,7 +223,10 @@ def _played_on(gpu: str) -> dict[str, Any]:
 def _gpu_section(found: dict[str, Any]) -> Section:
     kind = found["capability"]
     kind = f"Architecture {kind}" if kind.startswith("gfx") else f"Compute capability {kind}"
-    line = f"{kind}, {found['build']}: what the tables of GEMMs say. Nothing was run, and the GPU need not be here."
+    line = (
+        f"{kind}, {found['build']}: according to the tables of GEMMs. Nothing was run, and this GPU need not be "
+        "present."
+    )
     rows = [cells for recipe in found["recipes"] for _, *rest in _recipe_rows(recipe) for cells in [tuple(rest)]]
     title = f"recipes on {found['gpu']}, and how their GEMMs run"
     return Section(title=title, lines=(line,), columns=("recipe", "GEMMs", "run"), rows=rows)
@@ -241,7 +244,10 @@ def _run(arguments: argparse.Namespace) -> int:
         print_section(_gpu_section(found))
         return 0 if _print_products(products) else 1
     if arguments.products:
-        raise UserError("--products is for --gpu; without --gpu the products of this machine's GPUs are run anyway")
+        raise UserError(
+            "--products requires --gpu NAME. For the GPUs in this machine, omit --products: their GEMMs are always "
+            "run."
+        )
     if arguments.json:
         findings = examine()
         print(json.dumps(findings, indent=2))
@@ -252,15 +258,19 @@ def _run(arguments: argparse.Namespace) -> int:
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``doctor`` to the argument parser."""
     text = (
-        "Say which versions and devices are here and which recipe runs how on them, run each product of a GPU once, "
-        "and check fp8compile itself."
+        "Print the versions and devices of this machine and how each recipe runs on them, run each GEMM of a GPU "
+        "once, and check the fp8compile installation."
     )
-    parser = subparsers.add_parser("doctor", help="what runs here, and how", description=text, allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "doctor", help="check this machine and show how each recipe runs on it", description=text, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--gpu", choices=GPUS, help="say which recipe runs how on this GPU instead, which need not be here"
+        "--gpu", choices=GPUS, help="show how each recipe runs on this GPU instead, which need not be present"
     )
     parser.add_argument(
-        "--products", action="store_true", help="with --gpu, play each product of that GPU on the CPU and compare it"
+        "--products",
+        action="store_true",
+        help="with --gpu, simulate each GEMM of that GPU on the CPU and compare the results",
     )
     parser.set_defaults(run=_run)

@@ -20,12 +20,15 @@ def _every_op_is_registered() -> str:
     known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
     missing = known ^ {name for name in OPS if name.startswith(prefix)}  # OPS has ops of other libraries too
     if missing:
-        raise RuntimeError(f"PyTorch and fp8compile.ops.OPS differ by {', '.join(sorted(missing))}")
+        raise RuntimeError(
+            "these operators are registered in only one of PyTorch and fp8compile.ops.OPS: "
+            f"{', '.join(sorted(missing))}"
+        )
     for name in sorted(known):
         for key in ("CompositeExplicitAutograd", "Autograd"):
             if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
                 raise RuntimeError(f"{name} has no {key} kernel")
-    return f"{len(known)} ops with kernel and derivative rule"
+    return f"{len(known)} ops with a kernel and a derivative rule"
 
 
 def _inductor_sees_through() -> str:
@@ -63,8 +66,12 @@ def _scales_are_exact() -> str:
     q = quantize(x, CurrentScaling(block=(1, 1)))
     scale = q.scale.double() * torch.tensor([448.0 / 3.0, torch.finfo(torch.float32).max], dtype=torch.float64)
     if not torch.allclose(scale, torch.ones(2, dtype=torch.float64), rtol=2**-23, atol=0):
-        raise RuntimeError(f"scales of 3 and 1e-40 are {q.scale.tolist()}; are subnormals flushed to zero?")
-    return "divisions round correctly, subnormals are kept"
+        raise RuntimeError(
+            f"the values 3 and 1e-40 were quantized with scales {q.scale.tolist()}, but must be 3/448 and "
+            "1/torch.finfo(torch.float32).max. Subnormal numbers may be flushed to zero; check "
+            "torch.set_flush_denormal."
+        )
+    return "divisions are correctly rounded, and subnormals are kept"
 
 
 def _compiled(backend: str) -> str:

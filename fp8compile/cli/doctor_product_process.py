@@ -5,8 +5,8 @@ It prints a line before and a line after each case, so that the parent knows dur
     python -m fp8compile.cli.doctor_product_process --device cuda:0 CASE...
     python -m fp8compile.cli.doctor_product_process --gpu rtx5090 [--interpret] CASE...
 
-A CASE is a position in `fp8compile.ops.gemms.self_test_cases.product_cases()`. With ``--gpu``, the CPU simulates the
-GPU; with ``--interpret``, our Triton kernels run in Triton's interpreter.
+A CASE is a position in `fp8compile.ops.gemms.registration.self_test_cases.product_cases()`. With ``--gpu``, the CPU
+simulates the GPU; with ``--interpret``, our Triton kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fp8compile.ops.gemms.self_test_cases import ProductCase, product_cases
+from fp8compile.ops.gemms.registration.self_test_cases import ProductCase, product_cases
 
 __all__ = ["LINE", "SECONDS", "answer", "main"]
 
@@ -31,14 +31,14 @@ LONGEST = 300  # characters of an error
 
 def _difference(result: torch.Tensor, expected: torch.Tensor) -> str:
     if result.shape != expected.shape or result.dtype != expected.dtype:
-        return f"{result.dtype} {tuple(result.shape)} where {expected.dtype} {tuple(expected.shape)} is right"
+        return f"got {result.dtype} {tuple(result.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
     if result.isnan().all():
         return "every element is NaN"
     wrong = (result != expected).nonzero().tolist()
     first = tuple(wrong[0])
     return (
-        f"{len(wrong)} of {result.numel()} elements are wrong; the first, at {wrong[0]}, is {result[first].item():g} "
-        f"where {expected[first].item():g} is right"
+        f"{len(wrong)} of {result.numel()} elements are wrong; the first, at {wrong[0]}, is "
+        f"{result[first].item():g}, expected {expected[first].item():g}"
     )
 
 
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     The process ends early, with exit code 1, if the GPU is lost or if a case takes more than `SECONDS`.
     """
-    parser = argparse.ArgumentParser(description="Run products of a GPU once each, for `fp8compile doctor`.")
+    parser = argparse.ArgumentParser(description="Run each GEMM of a GPU once, for `fp8compile doctor`.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gpu")
     parser.add_argument("--interpret", action="store_true")

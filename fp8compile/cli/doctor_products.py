@@ -1,10 +1,10 @@
 """Runs every kind of GEMM ("product") on a GPU, and checks our tables of supported GEMMs.
 
-    ok             equal to the exact result in each element, where 0 equals -0
-    differs        not equal to it
-    gpu says no    the table allows the GEMM on the GPU, but the GEMM raises, traps, or does not end
-    refused        not run, because the table does not allow the GEMM on the GPU
-    not asked      not run, because two other cases of the product crashed their process
+    ok               equal to the exact result in each element, where 0 equals -0
+    differs          not equal to it
+    gpu failed       the table allows the GEMM on the GPU, but the GEMM raises, traps, or does not end
+    not supported    not run, because the table does not allow the GEMM on the GPU
+    not run          not run, because two other cases of the GEMM crashed their process
 
 Cases run in other processes, because a kernel that traps destroys its process's CUDA context.
 """
@@ -25,14 +25,14 @@ from typing import Any
 
 from fp8compile.cli.doctor_product_process import LINE, SECONDS
 from fp8compile.cli.section import Section
-from fp8compile.ops.gemms.self_test_cases import product_cases
+from fp8compile.ops.gemms.registration.self_test_cases import product_cases
 from fp8compile.tables import Cell, Note
 from fp8compile.target import Target
 
 __all__ = ["Answer", "are_in_order", "asked_products", "found_products", "played_on", "processes", "product_sections"]
 
 log: logging.Logger = logging.getLogger(__name__)
-OK, DIFFERS, SAYS_NO, REFUSED, NOT_ASKED = "ok", "differs", "gpu says no", "refused", "not asked"
+OK, DIFFERS, SAYS_NO, REFUSED, NOT_ASKED = "ok", "differs", "gpu failed", "not supported", "not run"
 MOST_LOST = 2  # processes that cases of one product may take along
 LONGEST = 900  # seconds for a process, if its own limit of `SECONDS` a case fails
 TIMED_OUT = "Timeout ("  # what faulthandler writes when it ends a process
@@ -84,10 +84,10 @@ def _product_processes(*options: str) -> Runner:
 
 def _end(code: int, out: str, err: str) -> str:
     if TIMED_OUT in err:
-        return f"did not end within {SECONDS} s"
+        return f"did not finish within {SECONDS} s"
     said = [line for line in (*out.splitlines(), *err.splitlines()) if line.strip() and not line.startswith(LINE)]
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-    return f"took its process along ({how})" + (f": {' '.join(said[-1].split())[:200]}" if said else "")
+    return f"crashed its process ({how})" + (f": {' '.join(said[-1].split())[:200]}" if said else "")
 
 
 def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
@@ -109,7 +109,9 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
                 continue
             begun, done = None, done + 1
             verdict = SAYS_NO if said["verdict"] == "raised" else said["verdict"]
-            detail = said["detail"] + (" (the GPU did no more work for this process)" if said["lost"] else "")
+            detail = said["detail"] + (
+                " (after this, the GPU did no more work for this process)" if said["lost"] else ""
+            )
             lost[cases[said["case"]].product] += said["lost"]
             yield said["case"], verdict, detail
         if begun is not None:
@@ -123,7 +125,7 @@ def _answered(run: Runner, wanted: list[int]) -> Iterator[tuple[int, str, str]]:
         wanted = wanted[done:]
         for number in [each for each in wanted if lost[cases[each].product] >= MOST_LOST]:
             wanted.remove(number)
-            yield number, NOT_ASKED, f"{MOST_LOST} cases of {cases[number].product} took their process along"
+            yield number, NOT_ASKED, f"{MOST_LOST} cases of {cases[number].product} crashed their process"
 
 
 def asked_products(target: Target, run: Runner) -> list[Answer]:
@@ -134,7 +136,7 @@ def asked_products(target: Target, run: Runner) -> list[Answer]:
     cases = product_cases()
     refused = {number: reason for number, case in enumerate(cases) if (reason := case.refusal(target)) is not None}
     found = {number: (REFUSED, reason) for number, reason in refused.items()}
-    log.info("running %d products, %d are refused", len(cases) - len(refused), len(refused))
+    log.info("running %d GEMMs; %d are not supported", len(cases) - len(refused), len(refused))
     for number, verdict, detail in _answered(run, [each for each in range(len(cases)) if each not in refused]):
         found[number] = verdict, detail
     return [Answer(case.product, str(case), *found[number]) for number, case in enumerate(cases)]
@@ -177,11 +179,11 @@ def played_on(gpu: str) -> dict[str, Any]:
     known, options = gpu_called(gpu), ["--gpu", gpu]
     if importlib.util.find_spec("triton"):
         options.append("--interpret")
-    return {"device": "played on the CPU", "name": known.name, "products": _asked(known.target, *options)}
+    return {"device": "simulated on the CPU", "name": known.name, "products": _asked(known.target, *options)}
 
 
 def are_in_order(found: Sequence[dict[str, Any]]) -> bool:
-    """Whether all results are "ok" or "refused"; ``found`` comes from `found_products`."""
+    """Whether all results are "ok" or "not supported"; ``found`` comes from `found_products`."""
     return all(each["verdict"] in (OK, REFUSED) for entry in found for each in entry["products"])
 
 
@@ -208,18 +210,18 @@ def product_sections(found: Sequence[dict[str, Any]]) -> Iterator[Section]:
         wrong = [each for each in entry["products"] if each["verdict"] not in (OK, REFUSED)]
         bad = {each["product"] for each in wrong}
         yield Section(
-            title=f"products on {entry['name']}, {entry['device']}",
-            lines=("Each once at a small size; the result has to equal the exact one.",),
-            columns=("product", "run", "ok", "refused", "verdict"),
+            title=f"GEMMs on {entry['name']}, {entry['device']}",
+            lines=("Each GEMM runs once at a small size; its result must equal the exact one.",),
+            columns=("GEMM", "run", "ok", "not supported", "verdict"),
             rows=rows,
             loud=frozenset(at for at, row in enumerate(rows) if row[0] in bad),
             numbers=(1, 2, 3),
         )
         if wrong:
             yield Section(
-                title="the table says yes, and the GPU says no or gives other bits",
+                title="supported GEMMs that failed, or returned different bits",
                 lines=(f"Please send these lines, with the versions and devices above: {REPORT}",),
-                columns=("product", "case", "answer"),
+                columns=("GEMM", "case", "answer"),
                 rows=[
                     (each["product"], each["case"], f"{each['verdict'].upper()}: {each['detail']}")
                     for each in wrong

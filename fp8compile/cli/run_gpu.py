@@ -19,7 +19,7 @@ from fp8compile.cli.section import Section
 
 __all__ = ["add_parser"]
 
-WANTED = "(function, args), a module or function and the tuple of its arguments on the CPU"
+WANTED = "(function, args): a module or function, and a tuple of its arguments on the CPU"
 SHOWN = 20  # differences, of each GPU
 MODES = ("contract", "approximate", "precision_casts")
 
@@ -53,26 +53,28 @@ class Outcome:
             return "not run"
         if self.fault:
             return "FAULT"
-        return f"{len(self.differences)} tensors DIFFER" if self.differences else "the bits of its graphs"
+        return (
+            f"{len(self.differences)} tensors DIFFER" if self.differences else "identical to its graphs, bit for bit"
+        )
 
 
 def _loaded(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from torch import Tensor
 
-    from fp8compile.cli.explain.target import found_at
+    from fp8compile.cli.target import found_at
     from fp8compile.cli.user_code import running
 
     if ":" not in text:
-        raise UserError(f"{text!r} names no function; give FILE.py:function or package.module:function")
+        raise UserError(f"{text!r} does not name a function. Pass FILE.py:function or package.module:function.")
     with running(f"{text}: loading it"):
         found = found_at(text)
         value = found() if callable(found) else found
     if not isinstance(value, tuple) or len(value) != 2 or not callable(value[0]):
-        raise UserError(f"{text} gives a {type(value).__name__} that is not {WANTED}")
+        raise UserError(f"{text} returned a {type(value).__name__}; it must return {WANTED}.")
     fn, args = value
     args = (args,) if isinstance(args, Tensor) else args
     if not isinstance(args, tuple | list):
-        raise UserError(f"{text} gives a {type(args).__name__} for args; it is a tuple")
+        raise UserError(f"{text} returned args of type {type(args).__name__}; it must be a tuple, such as (x,).")
     return fn, tuple(args)
 
 
@@ -120,7 +122,10 @@ def _sections(text: str, outcomes: Sequence[Outcome]) -> Iterator[Section]:
     rows = [(each.arch, each.name, each.answer) for each in outcomes]
     bad = frozenset(at for at, each in enumerate(outcomes) if each.fault or each.differences)
     yield Section(
-        title=f"the GPU program of {text}, run on this CPU", columns=("arch", "GPU", "it has"), rows=rows, loud=bad
+        title=f"the GPU program of {text}, simulated on this CPU",
+        columns=("arch", "GPU", "it has"),
+        rows=rows,
+        loud=bad,
     )
     for each in outcomes:
         left = len(each.differences) - SHOWN
@@ -170,22 +175,26 @@ def _run(arguments: argparse.Namespace) -> int:
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``run-gpu`` to the argument parser."""
     text = (
-        "Run the whole program that Inductor makes for a GPU, wrapper, kernels and products, forward and backward, on "
-        "this machine's CPU, and compare it bit for bit with its graphs."
+        "Run the program that Inductor generates for a GPU on this machine's CPU: wrapper, kernels and GEMMs, forward "
+        "and backward. Compare it bit for bit with its graphs."
     )
     parser = subparsers.add_parser(
-        "run-gpu", help="run a GPU's program on this CPU", description=text, allow_abbrev=False
+        "run-gpu", help="simulate a GPU's program on the CPU", description=text, allow_abbrev=False
     )
     parser.add_argument(
-        "target", metavar="TARGET", help=f"FILE.py:function; called without arguments it gives {WANTED}"
+        "target", metavar="TARGET", help=f"FILE.py:function, a function without arguments that returns {WANTED}"
     )
     parser.add_argument(
-        "--arch", action="append", metavar="GPU", help="h200 (the default), rtx5090, sm_120, ...; may be repeated"
+        "--arch", action="append", metavar="GPU", help="the GPU: h200 (default), rtx5090, sm_120, ...; may be repeated"
     )
-    parser.add_argument("--contract", action="store_true", help="fuse products with the sums that they go into")
-    parser.add_argument("--approximate", action="store_true", help="divide, take exponentials and roots as a GPU may")
+    parser.add_argument(
+        "--contract", action="store_true", help="contract a multiplication and an addition into one fused multiply-add"
+    )
+    parser.add_argument(
+        "--approximate", action="store_true", help="approximate divisions, exponentials and roots as a GPU may"
+    )
     parser.add_argument(
         "--precision-casts", action="store_true", help="round each operator's result to its dtype, as in eager mode"
     )
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="write a test case for each GPU, as JUnit's XML")
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML with one test case per GPU")
     parser.set_defaults(run=_run)

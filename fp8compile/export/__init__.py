@@ -1,10 +1,11 @@
-"""Export to serving: writes checkpoints that servers load, with the codes and scales of training.
+"""Export for serving: write checkpoints that inference servers load, with the quantized weights of training.
 
     model --plan.py: what is written, and how--> stream.py: tensors, layer by layer --> save.py: a folder --> check.py
 
     scheme.py            the kinds of quantized weights; Format and Scheme: how a format stores a kind
-    fine_grained.py, compressed_tensors.py, modelopt.py, torchao.py    the formats
+    fine_grained.py, compressed_tensors.py, modelopt.py    the formats
     format_table.py      the formats by name
+    servers.py           which parameters each server has
     checkpoint_names.py  where each matrix of a parameter goes in a checkpoint
     whole_weights.py     gathers a sharded parameter: whole values, or whole matrices of codes
     whole_matrix.py      fills a whole matrix of codes: each rank quantizes its shard, tile by tile

@@ -102,9 +102,9 @@ def places(model: nn.Module, name: str, weight: Tensor) -> list[Place] | str:
     for key, rows in found.items():
         first, count = int(rows.flatten()[0]), rows.numel()
         if not key.endswith(".weight") or rows.shape != (count, 1):
-            return f"its checkpoint has it as {key}, which is no matrix of its own"
+            return f"is stored in the checkpoint as {key}, which is not a matrix of its own"
         if not torch.equal(rows.flatten(), torch.arange(first, first + count)):
-            return f"its checkpoint has its rows in another order, as {key}"
+            return f"is stored in the checkpoint as {key}, with its rows in a different order"
         expert, start = divmod(first, weight.shape[-2])
         own.append(Place(key.removesuffix(".weight"), expert if weight.ndim == 3 else None, start, start + count))
     return own

@@ -12,7 +12,7 @@ Source: compressed-tensors 0.20, ``compressors``; vLLM, ``compressed_tensors/sch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,8 +33,8 @@ from fp8compile.layout.quantized import Quantized
 __all__ = ["COMPRESSED_TENSORS"]
 
 WEIGHT_ONLY = (
-    "Weights are served in four bits and inputs in high precision: the format has a static outer scale for inputs, "
-    "and training takes that of each input."
+    "The server loads FP4 weights and keeps inputs in high precision, because the format requires a static global "
+    "scale for inputs, but training computes one for each input."
 )
 
 
@@ -83,6 +83,16 @@ def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> d
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+def _declares(config: Mapping[str, Any], schemes: Sequence[Scheme]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    bits = tuple({scheme.config["weights"]["num_bits"] for scheme in schemes})
+    groups = config.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        own = group.get("weights") if isinstance(group, dict) else None
+        for key, allowed in (("type", ("float",)), ("num_bits", bits), ("symmetric", (True,))):
+            if isinstance(own, dict) and key in own:
+                yield f"{key} of the weights of {name}", own[key], allowed
 
 
 SUFFIXES = (".weight", ".weight_scale")
@@ -163,5 +173,6 @@ COMPRESSED_TENSORS = Format(
         ),
     ),
     config=_config,
+    declares=_declares,
     mixes=True,
 )

@@ -14,7 +14,7 @@ Source: transformers 5.24, ``integrations/finegrained_fp8.py``, Fp8Dequantize; v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,10 @@ def _read(stored: Mapping[str, Tensor]) -> Tensor:
         return codes * scale
     rows, columns = (-(-size // BLOCK) for size in codes.shape)
     if scale.shape != (rows, columns):
-        raise ValueError(f"scales are {tuple(scale.shape)}; a matrix {tuple(codes.shape)} has {rows} x {columns}")
+        raise ValueError(
+            f"the scales of a matrix of shape {tuple(codes.shape)} have shape {tuple(scale.shape)}; with blocks of "
+            f"{BLOCK} x {BLOCK} it must be {(rows, columns)}."
+        )
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return codes * spread[: codes.shape[0], : codes.shape[1]]
 
@@ -50,6 +53,12 @@ def _config(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> d
         **scheme.config,
         "modules_to_not_convert": list(ignored),
     }
+
+
+def _declares(config: Mapping[str, Any], schemes: Sequence[Scheme]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    yield "fmt", config.get("fmt") or "e4m3", ("e4m3",)
+    blocks = tuple(scheme.config.get("weight_block_size") for scheme in schemes)
+    yield "weight_block_size", config.get("weight_block_size"), blocks
 
 
 def _scheme(kind: str, name: str, scale: Callable[[Quantized], Tensor], **others: Any) -> Scheme:
@@ -84,5 +93,6 @@ FINE_GRAINED_FP8 = Format(
         ),
     ),
     config=_config,
-    instead={"channel": "Rowwise scales go into 'compressed-tensors'."},
+    declares=_declares,
+    instead={"channel": "For rowwise scales use 'compressed-tensors'."},
 )

@@ -1,7 +1,7 @@
 """load_quantized: loads a serving checkpoint into a model; codes become quantized parameters.
 
     config.json --> format         plan of the model --> names and shapes, all of them checked
-    tensors of one weight --_Stored--> Quantized --> QuantizedParameter, which replaces the weight
+    tensors of one weight --StoredMatrix--> Quantized --> QuantizedParameter, which replaces the weight
 
 A weight is dequantized only if the recipe has other codes of the weight for the backward. These codes are made from
 the dequantized values, one weight at a time.
@@ -21,22 +21,24 @@ from torch import Tensor, nn
 
 from fp8compile import ops
 from fp8compile._compat import is_dtensor
-from fp8compile.export.checkpoint_names import Place, in_checkpoint, is_of_transformers, tied_names
+from fp8compile.export.checkpoint_names import in_checkpoint, is_of_transformers, tied_names
 from fp8compile.export.format_table import FORMATS
 from fp8compile.export.plan import Plan, Weight, plan_of
 from fp8compile.export.read_folder import StoredFiles, listed, read_json
-from fp8compile.export.scheme import Format, Scheme, numbers_of
+from fp8compile.export.scheme import Format
+from fp8compile.export.stored_matrix import FLOATS, StoredMatrix, unshared
 from fp8compile.export.whole_matrix import empty_matrix
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
+from fp8compile.nn.convert.check_not_in_ddp import check_not_in_ddp
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
-from fp8compile.nn.quantize_weights import as_parameter, put_codes, quantizers_of_sets
+from fp8compile.nn.weights.quantize_weights import as_parameter, put_codes, quantizers_of_sets
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
 
 __all__ = ["LoadReport", "load_quantized"]
 
-METHODS = {"fp8": "fine_grained_fp8", **{name: name for name in ("compressed-tensors", "modelopt", "torchao")}}
+METHODS = {"fp8": "fine_grained_fp8", **{name: name for name in ("compressed-tensors", "modelopt")}}
 # static scales of inputs and of caches, which training has no use for
 STATIC = re.compile(r".*\.(input_scale|activation_scale|input_global_scale|[kvq]_scale|output_scale)")
 
@@ -48,8 +50,8 @@ class LoadReport:
     Attributes:
         folder: The folder.
         format: Name of the format.
-        codes: Names of the parameters that are quantized now.
-        values: Names of the parameters and buffers that were loaded as values.
+        codes: Names of the parameters that are now quantized.
+        values: Names of the parameters and buffers that were loaded in high precision.
         notes: What was not loaded, and why.
     """
 
@@ -60,89 +62,37 @@ class LoadReport:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        first = f"{self.folder}: {self.format}, {len(self.codes)} parameters as codes, {len(self.values)} as values"
+        first = f"{self.folder}: {self.format}, {len(self.codes)} quantized, {len(self.values)} other parameters"
         return "\n".join([first, *(f"    {note}" for note in self.notes)])
 
 
 # ---------------------------------------------------------------------------------- what is in the folder
 
 
-def _format_of(folder: Path) -> Format:
-    config = read_json("load_quantized", folder / "config.json")
-    own = config.get("quantization_config")
+def _declared(folder: Path) -> tuple[Format, Mapping[str, Any]]:
+    """Return the folder's format, and what its configuration says of the quantization."""
+    own = read_json("load_quantized", folder / "config.json").get("quantization_config")
     if own is None and (folder / "hf_quant_config.json").exists():
-        own = {"quant_method": "modelopt"}
-    method = own.get("quant_method") if isinstance(own, dict) else None
-    if method not in METHODS:
+        found = read_json("load_quantized", folder / "hf_quant_config.json").get("quantization")
+        own = {**(found if isinstance(found, dict) else {}), "quant_method": "modelopt"}
+    own = own if isinstance(own, dict) else {}
+    method = own.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
-            f"load_quantized: {folder} has quant_method {method!r}; it is one of {', '.join(map(repr, METHODS))}. "
-            "Load a checkpoint in high precision by the model's own library, and convert it by fp8compile.convert."
+            f"load_quantized: {folder} has quant_method {method!r}; it must be one of "
+            f"{', '.join(map(repr, METHODS))}. Load a checkpoint in high precision with the model's own library, "
+            "and convert it with fp8compile.convert."
         )
-    return FORMATS[METHODS[method]]
+    return FORMATS[METHODS[method]], own
 
 
-@dataclass(frozen=True)
-class _Stored:
-    place: Place
-    scheme: Scheme
-    quantizer: Quantizer
-    columns: int
-
-    def name(self, suffix: str) -> str:
-        return self.place.name + suffix
-
-    def names(self) -> list[str]:
-        return [self.name(suffix) for suffix in self.scheme.suffixes]
-
-    def is_codes(self, files: StoredFiles) -> bool:
-        return self.name(self.scheme.suffixes[1]) in files.names()
-
-    def problems(self, files: StoredFiles) -> list[str]:
-        rows, step = self.place.rows, self.quantizer.block[0]
-        if step > 1 and (self.place.step > 1 or self.place.start % step):
-            return [f"{self.place.name} has rows of several blocks {self.quantizer.block}: take weight_block=(1, n)"]
-        wanted = self.scheme.write(empty_matrix(self.quantizer, rows, self.columns, "meta"))
-        found = []
-        for suffix, tensor in wanted.items():
-            name = self.name(suffix)
-            if name not in files.names():
-                found.append(f"{name} is missing")
-            elif (shape := files.shape(name)) != tuple(tensor.shape) and (tensor.numel(), *shape) != (1, 1):
-                found.append(
-                    f"{name} has shape {shape}; the recipe's weight, {rows} x {self.columns} by {self.quantizer!r}, "
-                    f"has {tuple(tensor.shape)}"
-                )
-        return found
-
-    def _grid(self, scale: Tensor) -> Tensor:
-        """Reshape a file's scales to one scale for each block; a file may repeat a scale for each row of its block."""
-        if self.scheme.kind not in ("mx", "nvfp4"):
-            rows = self.place.rows
-            return numbers_of(scale).reshape(self.quantizer.scale_shape((rows, self.columns)))
-        scale, step = scale.view(torch.uint8), self.quantizer.block[0]
-        grid = scale[::step].contiguous()
-        if step > 1 and not torch.equal(grid.repeat_interleave(step, 0)[: scale.shape[0]], scale):
-            raise ValueError(
-                f"load_quantized: {self.place.name} has a scale for each row, and the recipe's weight one for "
-                f"{step} x {self.quantizer.block[1]} values. Take a recipe with weight_block=(1, "
-                f"{self.quantizer.block[1]})."
-            )
-        return grid
-
-    def read(self, files: StoredFiles) -> Quantized:
-        codes, scale, *outer = (files.get(name) for name in self.names())
-        assert codes is not None
-        assert scale is not None
-        numbers = numbers_of(scale)
-        if not bool((numbers >= 0).all()):
-            raise ValueError(f"load_quantized: {self.name(self.scheme.suffixes[1])} is negative or NaN somewhere.")
-        of_matrix: Any = outer[0].float().reshape(1) if outer and outer[0] is not None else None
-        if of_matrix is not None and self.scheme.stores_divisor:
-            of_matrix = 1.0 / of_matrix
-        quantizer = packed_in_rows(self.quantizer, (self.place.rows, self.columns))
-        return Quantized(
-            codes=codes.view(torch.uint8), scale=self._grid(scale), quantizer=quantizer, outer_scale=of_matrix
-        )
+def _undeclared(plan: Plan, config: Mapping[str, Any]) -> list[str]:
+    """Return, in words, which fields of a folder's configuration say that its data is of another kind."""
+    return [
+        f"the configuration has {name} {found!r}; for this recipe it must be {' or '.join(map(repr, allowed))}"
+        for name, found, allowed in plan.format.declares(config, tuple(plan.groups))
+        if found not in allowed
+    ]
 
 
 # ---------------------------------------------------------------------------------- one parameter
@@ -154,24 +104,10 @@ def _device_of(tensor: Tensor, given: torch.device | str | None) -> torch.device
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
-def _put(into: Tensor, found: Tensor, name: str, what: str, *, is_new: bool) -> None:
-    """Copy a scale into ``into`` if ``is_new``; else raise a ValueError unless ``into`` has the same value.
-
-    Parts of one matrix share the scale. The error says which part (``name``) and which scale (``what``).
-    """
-    if is_new:
-        into.copy_(found)
-    elif not torch.equal(into, found.to(into.device)):
-        raise ValueError(
-            f"load_quantized: {name} has another {what} than the other part of the same matrix of the model. A model "
-            "that has them as one matrix multiplies by one; no codes of it stand for these values."
-        )
-
-
-def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> Quantized:
+def _first_set(weight: Weight, stored: Sequence[StoredMatrix], files: StoredFiles, device: Any) -> Quantized:
     """Assemble a weight's codes and scales for the forward, of a matrix or a stack, from the checkpoint's matrices."""
     rows, columns = _sizes(weight)
-    quantizer, filled = stored[0].quantizer, set()
+    quantizer = stored[0].quantizer
     whole = empty_matrix(quantizer, rows, columns, device)
     if weight.tensor.ndim == 3:
         count = weight.tensor.shape[0]
@@ -179,16 +115,12 @@ def _first_set(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, de
     for each in stored:
         part, place = each.read(files), each.place
         own = whole if place.expert is None else whole.each(lambda t, index=place.expert: t[index])  # type: ignore[misc]
-        is_new, step = place.expert not in filled, quantizer.block[0]
+        step = quantizer.block[0]
         own.codes[place.start : place.stop : place.step].copy_(part.codes)
-        if step == -1:
-            _put(own.scale, part.scale, place.name, "scale", is_new=is_new)
-        else:
-            rows_of_grid = slice(place.start // step, -(-place.stop // step), place.step)
-            own.scale[rows_of_grid].copy_(part.scale)
+        of_grid = slice(None) if step == -1 else slice(place.start // step, -(-place.stop // step), place.step)
+        own.scale[of_grid].copy_(part.scale)
         if own.outer_scale is not None and part.outer_scale is not None:
-            _put(own.outer_scale, part.outer_scale, place.name, "outer scale", is_new=is_new)
-        filled.add(place.expert)
+            own.outer_scale.copy_(part.outer_scale)
     if whole.outer_scale is not None and weight.tensor.ndim == 3:
         whole = replace(whole, outer_scale=whole.outer_scale.flatten())
     return whole
@@ -224,7 +156,7 @@ def _values_of(codes: Quantized, dtype: torch.dtype) -> Tensor:
     return torch.stack([ops.dequantize(*two, codes.quantizer, dtype, *one) for *two, one in each])
 
 
-def _parameter(weight: Weight, stored: Sequence[_Stored], files: StoredFiles, device: Any) -> QuantizedParameter:
+def _parameter(weight: Weight, stored: Sequence[StoredMatrix], files: StoredFiles, device: Any) -> QuantizedParameter:
     first, dtype = _as_it_lies(_first_set(weight, stored, files, device), weight), weight.tensor.dtype
     _, *others = quantizers_of_sets(weight.layer)
     sets, batch = [replace(first, layout=WHOLE)], first.layout.batch
@@ -257,7 +189,7 @@ class _Loader:
         self.plan, self.files, self.device = plan, files, device
         self.problems: list[str] = list(files.problems)
         self.used: set[str] = set()
-        self.codes: list[tuple[Weight, list[_Stored]]] = []
+        self.codes: list[tuple[Weight, list[StoredMatrix]]] = []
         self.values: list[tuple[Weight, dict[str, Tensor]]] = []
 
     def look(self) -> None:
@@ -267,9 +199,9 @@ class _Loader:
         for weight in self.plan.weights:
             if is_dtensor(weight.tensor):
                 self.problems.append(
-                    f"{weight.name} is spread over ranks; load before parallelize_module, fully_shard"
+                    f"{weight.name} is sharded over ranks. Load before parallelize_module or fully_shard."
                 )
-            elif (stored := self._stored(weight)) and any(each.is_codes(self.files) for each in stored):
+            elif (stored := self._stored(weight)) and any(each.is_quantized(self.files) for each in stored):
                 self._look_at_codes(weight, stored)
             else:
                 self._look_at_values(weight)
@@ -277,21 +209,23 @@ class _Loader:
         if not self.problems:
             self._look_at_tied()
 
-    def _stored(self, weight: Weight) -> list[_Stored]:
+    def _stored(self, weight: Weight) -> list[StoredMatrix]:
         if weight.scheme is None:
             return []
         layer: Any = weight.layer
-        return [_Stored(place, weight.scheme, layer.recipe.weight, _sizes(weight)[1]) for place in weight.places]
+        return [StoredMatrix(place, weight.scheme, layer.recipe.weight, _sizes(weight)[1]) for place in weight.places]
 
-    def _look_at_codes(self, weight: Weight, stored: list[_Stored]) -> None:
+    def _look_at_codes(self, weight: Weight, stored: list[StoredMatrix]) -> None:
         layer: Any = weight.layer
         if isinstance(layer.recipe.weight, DelayedScaling):
-            self.problems.append(f"{weight.name} has delayed scaling, whose scale is the layer's and not the folder's")
+            self.problems.append(
+                f"{weight.name} uses delayed scaling, whose scale comes from the layer and not from the checkpoint"
+            )
             return
         if getattr(layer, "scale_group", ()) and weight.tensor.requires_grad:
             self.problems.append(
-                f"{weight.name} shares an outer scale with other layers, which a write to its codes would not keep: "
-                "freeze it, or convert without share_outer_scale"
+                f"{weight.name} shares a global scale with other layers, and loading it would change that scale. "
+                "Freeze the weights, or convert without share_outer_scale."
             )
             return
         try:
@@ -299,8 +233,9 @@ class _Loader:
         except ValueError as error:
             self.problems.append(f"{weight.name}: the recipe {error}")
             return
+        found = [problem for each in stored for problem in each.problems(self.files)]
+        self.problems += found or unshared(stored, self.files)
         for each in stored:
-            self.problems += each.problems(self.files)
             self.used.update(each.names())
         self.codes.append((weight, stored))
 
@@ -313,6 +248,10 @@ class _Loader:
                 self.problems.append(f"{name} is missing")
             elif self.files.shape(name) != shape:
                 self.problems.append(f"{name} has shape {self.files.shape(name)}; the model has {shape}")
+            elif (dtype := self.files.dtype(name)) not in FLOATS and weight.tensor.is_floating_point():
+                self.problems.append(
+                    f"{name} has dtype {dtype} and no scale; the model has {weight.tensor.dtype} values"
+                )
         self.used.update(rows)
         self.values.append((weight, rows))
 
@@ -324,7 +263,8 @@ class _Loader:
             if STATIC.fullmatch(name) or name in tied or any(each.search(name) for each in allowed):
                 continue
             self.problems.append(
-                f"{name} has no place in the model: no such parameter, or a layer that fp8compile.convert left out"
+                f"{name} is not in the model. Either there is no such parameter, or fp8compile.convert did not "
+                "convert its layer."
             )
 
     def _look_at_tied(self) -> None:
@@ -340,11 +280,11 @@ class _Loader:
             other, others_quantizers, others_names = first.setdefault(weight.tensor, each)
             if other is weight:
                 continue
-            what = f"{weight.name} is {other.name} too in the model, and"
+            what = f"{weight.name} is tied to {other.name} in the model, but"
             if quantizers != others_quantizers:
-                self.problems.append(f"{what} their recipes make other codes of it: take one recipe, or untie them")
+                self.problems.append(f"{what} their recipes quantize it differently. Use one recipe, or untie them.")
             elif len(names) != len(others_names) or not all(map(self._are_equal, names, others_names)):
-                self.problems.append(f"{what} they differ in the folder: untie them to load both")
+                self.problems.append(f"{what} they differ in the folder. Untie them to load both.")
 
     def _are_equal(self, name: str, other: str) -> bool:
         one, two = self.files.get(name), self.files.get(other)
@@ -359,7 +299,7 @@ class _Loader:
             own = weight.name.rpartition(".")[2]
             if weight.tensor not in made:
                 found = _parameter(weight, stored, self.files, _device_of(weight.tensor, self.device))
-                made[weight.tensor] = as_parameter(weight.tensor, own, found)
+                made[weight.tensor] = as_parameter(weight.tensor, own, found, function="fp8compile.load_quantized")
             put_codes(weight.layer, own, made[weight.tensor])
         for weight, rows in self.values:
             if weight.tensor not in made:
@@ -404,55 +344,61 @@ def _check_real(model: nn.Module) -> list[str]:
     if not left:
         return []
     return [
-        f"{', '.join(left[:3])}{' and more' if len(left) > 3 else ''} stay on the meta device: no folder has them. "
-        "Make such buffers on a real device, for example by accelerate.init_empty_weights(include_buffers=False)."
+        f"{', '.join(left[:3])}{' and more' if len(left) > 3 else ''} are still on the meta device, because no "
+        "checkpoint contains them. Create such buffers on a real device, for example with "
+        "accelerate.init_empty_weights(include_buffers=False)."
     ]
 
 
 def load_quantized(
     model: nn.Module, folder: str | os.PathLike[str], *, device: torch.device | str | None = None
 ) -> LoadReport:
-    """Load a checkpoint in a serving format; weights stored as codes become quantized parameters.
+    """Load a checkpoint in a serving format; quantized weights become FP8 parameters.
 
-    The forward then multiplies by the folder's codes and scales. Parameters keep their ``requires_grad``: freeze them,
-    or train them by `fp8compile.MasterWeights`. Weights stored in high precision are loaded as values. A parameter
-    that several modules have (tied) stays one. Parameters are new objects, so make optimizers and shard the model
+    The forward then uses the quantized weights and scales of the checkpoint. Parameters keep their ``requires_grad``.
+    Freeze them, or train them with `fp8compile.MasterWeights`. Weights stored in high precision are loaded in high
+    precision. Tied parameters stay tied. Parameters are new objects, so create optimizers and shard the model
     afterwards.
 
-    ``fp8compile.convert`` works on a model on the meta device too. Weights stored as codes are then never in memory in
-    high precision, unless a recipe quantizes them differently for the backward (`rowwise`, `mxfp8`): the codes for the
-    backward are made from the values of the folder's codes, one weight at a time.
+    ``fp8compile.convert`` also works on a model on the meta device. Quantized weights are then never in memory in high
+    precision. The exception is a recipe that quantizes weights differently for the backward (`rowwise`, `mxfp8`): each
+    weight in turn is dequantized and quantized again for the backward.
 
     Args:
-        model: A model that `fp8compile.convert` has converted, with recipes that quantize weights as the folder does.
+        model: A model converted by `fp8compile.convert`, with recipes that quantize weights in the same way as the
+            checkpoint.
         folder: A folder in one of the formats of `save_pretrained`, written by this package or another tool.
-        device: Device of the parameters; by default each parameter's own device, or the CPU for the meta device.
+        device: Device of the parameters; by default the current device of each parameter, or the CPU instead of the
+            meta device.
 
     Returns:
-        A report; print it.
+        A report to print.
 
     Raises:
-        ValueError: The format is not known; a file can't be read; a tensor is missing, has another shape than the
-            recipe gives, or has no counterpart in the model; two names of one parameter have different tensors there,
-            or recipes with different codes; the recipe has delayed scaling; or a weight is sharded.
-            The text lists all problems, and nothing is changed. Parameters may be replaced already if a scale is
-            negative or NaN, or if it differs from that of the other rows of its block or matrix.
+        ValueError: The format is unknown, a file can't be read, or the model is wrapped in DistributedDataParallel. Or
+            the checkpoint does not match the model: a tensor is missing, is not in the model, or does not have the
+            shape or dtype of the recipe; config.json describes a different quantization; a scale is negative, infinite
+            or NaN, or differs within its block or matrix; the names of a tied parameter have different tensors, or
+            recipes that quantize differently; the recipe has delayed scaling; or a weight is sharded. The message
+            lists all problems. The model is then unchanged.
         FileNotFoundError: The folder has no config.json.
     """
     path = Path(folder)
-    form = _format_of(path)
-    plan = plan_of(model, form, unfit="values")
+    form, config = _declared(path)
+    plan = plan_of(model, form, unfit="values", is_read=True)
     files = StoredFiles("load_quantized", path)
     loader = _Loader(plan, files, device)
     loader.look()
+    loader.problems += _undeclared(plan, config)
     if not loader.codes and not loader.problems:
-        loader.problems.append("no converted layer has codes there")
+        loader.problems.append("it has no quantized weight for any converted layer")
     if loader.problems:
-        raise ValueError(f"load_quantized: {path} does not fit the model:{listed(loader.problems)}")
+        raise ValueError(f"load_quantized: {path} does not match the model:{listed(loader.problems)}")
+    check_not_in_ddp("load_quantized", [weight.tensor for weight, _ in loader.codes])
     with torch.no_grad():
         loader.load()
     skipped = sum(1 for name in files.names() - loader.used if STATIC.fullmatch(name))
-    notes = [f"{skipped} static scales were not read: training takes those of each input."] if skipped else []
+    notes = [f"{skipped} static scales were not read; training computes the scale of each input."] if skipped else []
     return LoadReport(
         folder=path,
         format=form.name,

@@ -14,7 +14,7 @@ Source: nvidia-modelopt 0.47, ``torch/export/quant_utils.py``; vLLM, ``quantizat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,13 @@ def _files(groups: Mapping[Scheme, Sequence[str]], ignored: Sequence[str]) -> di
     return {"hf_quant_config.json": {"producer": {"name": "fp8compile"}, "quantization": quantization}}
 
 
+def _declares(config: Mapping[str, Any], schemes: Sequence[Scheme]) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    own = {scheme.config["quant_algo"]: None for scheme in schemes}
+    others = ("NVFP4", "MIXED_PRECISION") if "W4A16_NVFP4" in own else ("MIXED_PRECISION",)
+    if "quant_algo" in config:
+        yield "quant_algo", config["quant_algo"], (*own, *others)
+
+
 SUFFIXES = (".weight", ".weight_scale")
 EIGHT: dict[str, Any] = {"suffixes": SUFFIXES, "read": _read}
 MODELOPT = Format(
@@ -104,16 +111,17 @@ MODELOPT = Format(
             read=_read_nvfp4,
             multiples=(1, 16),
             served=(
-                "Weights are served in four bits and inputs in high precision (W4A16_NVFP4): NVFP4 has a static outer "
-                "scale for inputs, and training takes that of each input."
+                "The server loads FP4 weights and keeps inputs in high precision (W4A16_NVFP4), because NVFP4 in "
+                "this format requires a static global scale for inputs, but training computes one for each input."
             ),
             config={"quant_algo": "W4A16_NVFP4", "group_size": 16},
         ),
     ),
     config=_config,
+    declares=_declares,
     files=_files,
     instead={
-        "tensor": "Its FP8 needs a static scale of inputs, as delayed() has; 'compressed-tensors' does not.",
+        "tensor": "This format requires a static input scale, as delayed() has; 'compressed-tensors' does not.",
         "block": "Take 'fine_grained_fp8'.",
         "block_ue8m0": "Take 'fine_grained_fp8'.",
     },

@@ -18,18 +18,28 @@ from torch import Tensor, nn
 
 from fp8compile._compat import fsdp_parameters, is_fsdp_managed
 from fp8compile.export.checkpoint_names import Place, places, places_of_transposed, tied_names
+from fp8compile.export.read_folder import grouped, listed
 from fp8compile.export.scheme import Format, Scheme, kind_of
 from fp8compile.nn.check_model import check_model
-from fp8compile.nn.convertible_layers import is_converted, is_layer, layers, weight_names, weight_slots
+from fp8compile.nn.convertible.convertible_layers import is_converted, is_layer, layers, weight_names, weight_slots
 from fp8compile.nn.experts.known_modules import is_transposed
 from fp8compile.nn.experts.routers import routers
-from fp8compile.nn.linear import STATE, Linear
+from fp8compile.nn.layer.forward_dtype import forward_dtypes
+from fp8compile.nn.layer.linear import STATE, Linear
 from fp8compile.quantizers import DelayedScaling
 
 __all__ = ["Plan", "Weight", "plan_of"]
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # parts of names that wrappers add
 UNFIT = ("raise", "values")
+UNKNOWN_DTYPE = (
+    "Weights are float32 and were quantized in float32, because no forward pass with gradients was seen. If they "
+    "were trained under autocast, pass its dtype as forward_dtype."
+)
+HEAD = (
+    "{name} is written in high precision, because not every server loads FP8 output embeddings. Training "
+    "computes it in FP8; to train it as it is served, pass filter='!lm_head' to convert."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +145,7 @@ def _static_inputs_missing(layer: Any, scheme: Scheme) -> str | None:
     own = layer.recipe.input
     if isinstance(layer, Linear) and isinstance(own, DelayedScaling) and own.format == "e4m3":
         return None
-    return f"has no delayed scaling of its input in e4m3, whose static scale {scheme.name} takes"
+    return f"has no e4m3 delayed scaling for its input, which {scheme.name} requires for its static input scale"
 
 
 def _is_ragged(place: Place, scheme: Scheme) -> bool:
@@ -150,12 +160,12 @@ def _is_ragged(place: Place, scheme: Scheme) -> bool:
 def _wrong_size(place: Place, columns: int, scheme: Scheme) -> str | None:
     rows, (of_rows, of_columns) = place.rows, scheme.multiples
     if place.step > 1 and of_rows > 1:
-        return f"interleaves gate and up, so that no block of {of_rows} x {of_columns} lies in one of them"
+        return f"interleaves gate and up, so a block of {of_rows} x {of_columns} would contain both"
     fits = rows % of_rows == 0 or _is_ragged(place, scheme)
     if not fits or columns % of_columns or place.start % of_rows:
         return (
-            f"is {rows} x {columns} as {place.name}, and {scheme.name} takes multiples of {of_rows} x {of_columns}: "
-            "readers find the block by dividing, and would take another one"
+            f"is {rows} x {columns}, but sizes for {scheme.name} must be multiples of {of_rows} x {of_columns}, "
+            "because readers compute the block size by division and would get a different one"
         )
     return None
 
@@ -172,7 +182,7 @@ def _scheme_of_transposed(experts: Any, name: str, weight: Tensor, scheme: Schem
         places = places_of_transposed(experts, f"{path}.{other}" if path else other, rows, count)
         reasons = (_wrong_size(place, columns, scheme) for place in places)
         if (reason := next((each for each in reasons if each is not None), None)) is not None:
-            return reason if other == own else f"belongs to {other}, which {reason}"
+            return reason if other == own else f"is in one module with {other}, which {reason}"
         found = places if other == own else found
     return scheme, found
 
@@ -183,12 +193,12 @@ def _scheme_or_reason(
     """Return the scheme and checkpoint matrices of a layer's weight, or why the format can't hold it."""
     turned = is_transposed(layer)
     if turned and weight.ndim == 2:
-        return "is kept as (in_features, out_features), which no serving format has"
+        return "is stored as (in_features, out_features), which no serving format supports"
     if weight.ndim not in (2, 3) or name.count("parametrizations."):
-        return "is no matrix or stack of matrices of its own"
+        return "is not a matrix or a stack of matrices of its own"
     kind = kind_of(layer.recipe.weight)
     if (scheme := format.scheme(kind)) is None:
-        return f"has codes of {layer.recipe.weight!r}; {format.refusal(kind)}"
+        return f"is quantized by {layer.recipe.weight!r}; {format.refusal(kind)}"
     if (reason := _static_inputs_missing(layer, scheme)) is not None:
         return reason
     if turned:
@@ -204,37 +214,55 @@ def _check_mixed(plan: Plan) -> None:
         found = plan.groups.items()
         each = "; ".join(f"{scheme.name}: {len(names)} layers, such as {names[0]}" for scheme, names in found)
         raise ValueError(
-            f"export: layers have codes of several kinds ({each}), and {plan.format.name!r} has one for a model. Take "
-            "'compressed-tensors', or one recipe for all layers."
+            f"export: layers are quantized in several ways ({each}), but {plan.format.name!r} supports only one per "
+            "model. Use 'compressed-tensors', or one recipe for all layers."
         )
 
 
-def _raise_unfit(format: Format, unfit: list[tuple[str, str]]) -> None:
-    shown = "\n".join(f"    {name} {reason}" for name, reason in unfit[:5])
-    more = f"\n    and {len(unfit) - 5} more" if len(unfit) > 5 else ""
+def _raise_unfit(format: Format, unfit: list[str]) -> None:
     raise ValueError(
-        f"export: {len(unfit)} weights do not go into {format.name!r}:\n{shown}{more}\n"
-        "unfit='values' writes them in high precision and tells the server so: it then multiplies other numbers there "
-        "than training."
+        f"export: {format.name!r} does not support {len(unfit)} weights:{listed(unfit)}\n"
+        "unfit='values' writes them in high precision, so the server does not compute these layers exactly as in "
+        "training."
     )
 
 
 def _ignored_name(model: nn.Module, name: str, weight: Tensor) -> list[str]:
-    found = places(model, name, weight) if name.endswith("weight") or weight.ndim == 3 else "its name is another"
+    found = places(model, name, weight) if name.endswith("weight") or weight.ndim == 3 else "it has a different name"
     if isinstance(found, str):
         return [name.removesuffix(".weight")]
     return [place.name for place in found]
 
 
+def _output_embeddings(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that compute logits: that of a transformers model, and modules called ``lm_head``."""
+    found = {module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"}
+    own: Any = getattr(model, "get_output_embeddings", None)
+    return found | ({own()} - {None} if own is not None else set())
+
+
 class _Planner:
     """Fills a `Plan`, one parameter or buffer after another."""
 
-    def __init__(self, plan: Plan, forward_dtype: torch.dtype | None) -> None:
+    def __init__(self, plan: Plan, forward_dtype: torch.dtype | None, *, is_read: bool) -> None:
         self.plan, self.forward_dtype = plan, forward_dtype
-        self.refused: list[tuple[str, str]] = []
+        self.refused: list[str] = []
         model = plan.model
         self._of_slot, self._tied, self._holders = _layers_of_weights(model), tied_names(model), _holders(model)
         self._dtypes, self._routers = _dtypes_in_forward(model), routers(model)
+        self._heads = set() if is_read else _output_embeddings(model)
+        self._of_layer = {} if is_read else self._dtypes_of_layers()
+
+    def _dtypes_of_layers(self) -> dict[nn.Module, torch.dtype]:
+        """Return the dtype in which each FP8 layer's forward quantizes its weights, where it is known."""
+        own: dict[nn.Module, torch.dtype] = {}
+        for (module, name), layer in self._of_slot.items():
+            if (weight := module._parameters.get(name)) is not None:
+                own[layer] = self._dtypes.get(weight, weight.dtype)
+        found = forward_dtypes("export", self.plan.model, own, self.forward_dtype)
+        if any(own[layer] == torch.float32 and layer not in found for layer in own):
+            self.note(UNKNOWN_DTYPE)
+        return found
 
     def note(self, text: str) -> None:
         if text and text not in self.plan.notes:
@@ -244,32 +272,34 @@ class _Planner:
         if layer.recipe.input is not None:
             self.note(scheme.served)
         elif not scheme.served:
-            self.note(f"{scheme.name} quantizes inputs too, which training multiplies in high precision.")
+            self.note(
+                f"The server also quantizes inputs in {scheme.name}, while training keeps them in high precision."
+            )
         block = layer.recipe.weight.block
         if scheme.kind in ("mx", "nvfp4") and block[0] > 1:
             self.note(
-                f"{scheme.name} has a scale for each row: those of {block[0]} x {block[1]} blocks are written "
-                f"{block[0]} times. Codes and values are the same."
+                f"{scheme.name} has one scale per row, so each scale of a {block[0]} x {block[1]} block is written "
+                f"{block[0]} times. The quantized data and the values are the same."
             )
 
     def _add_codes(self, name: str, tensor: Tensor, layer: Any, dtype: torch.dtype | None) -> bool:
         """Plan to write a converted layer's weight as codes; return False if the format can't hold it."""
         found = _scheme_or_reason(self.plan.model, self.plan.format, layer, name, tensor)
         if isinstance(found, str):
-            self.refused.append((name, found))
+            self.refused.append(f"{name} {found.rstrip('.')}")
             return False
         scheme, where = found
         self.plan.groups.setdefault(scheme, []).extend(place.name for place in where)
         self._note_scheme(scheme, layer)
         if is_transposed(layer):
             self.note(
-                f"Experts such as {name} are written as linears, one for each expert and projection. Readers that "
-                "expect a stack, such as that of transformers for gpt-oss, don't find them."
+                f"Experts such as {name} are written as one linear layer for each expert and projection. Readers "
+                "that expect a stack, such as that of transformers for gpt-oss, do not find them."
             )
         if any(_is_ragged(place, scheme) for place in where):
             self.note(
-                f"Weights such as {name} have {tensor.shape[-2]} rows, no multiple of {scheme.multiples[0]}. vLLM and "
-                "SGLang read them; transformers refuses to dequantize them."
+                f"Weights such as {name} have {tensor.shape[-2]} rows, which is not a multiple of "
+                f"{scheme.multiples[0]}. vLLM and SGLang read them; transformers does not dequantize them."
             )
         own = Weight(name=name, tensor=tensor, layer=layer, scheme=scheme, places=tuple(where), dtype=dtype)
         self.plan.weights.append(own)
@@ -278,18 +308,20 @@ class _Planner:
     def add(self, name: str, module: nn.Module, own: str, tensor: Tensor) -> None:
         """Add a parameter or buffer to the plan; ``name`` is its full name, ``own`` its name in ``module``."""
         layer = self._of_slot.get((module, own))
-        dtype = self.forward_dtype or self._dtypes.get(tensor)
+        dtype = self.forward_dtype or self._of_layer.get(layer or module) or self._dtypes.get(tensor)
         is_product = layer is not None or module in self._routers or is_layer(module)
         if name in self._tied:
             if is_product:
                 self._ignore(name, tensor)
-                self.note(f"{name} is tied to {self._tied[name]}, and is served in high precision, as that is.")
+                self.note(f"{name} is tied to {self._tied[name]}, so it is also served in high precision.")
             return
         if places_of_bias := self._places_of_bias(name):
             self.plan.weights.append(Weight(name=name, tensor=tensor, dtype=dtype, places=places_of_bias))
             return
         has_other_holders = any(slot not in self._of_slot for slot in self._holders.get(tensor, ()))
-        if layer is not None and not has_other_holders and self._add_codes(name, tensor, layer, dtype):
+        if layer is not None and module in self._heads:
+            self.note(HEAD.format(name=name))
+        elif layer is not None and not has_other_holders and self._add_codes(name, tensor, layer, dtype):
             return
         if tensor.ndim > 1 and is_product:
             self._ignore(name, tensor)
@@ -307,14 +339,19 @@ class _Planner:
 
 def _check_exportable(model: nn.Module, unfit: str) -> None:
     if unfit not in UNFIT:
-        raise ValueError(f"export: unfit is {unfit!r}; it is 'raise' or 'values'.")
+        raise ValueError(f"export: `unfit` is {unfit!r}; it must be 'raise' or 'values'.")
     check_model("export", model)
     if not any(is_converted(module) for module in model.modules()):
-        raise ValueError("export: the model has no layer in FP8. Convert it by fp8compile.convert.")
+        raise ValueError("export: the model has no FP8 layers. Call fp8compile.convert first.")
 
 
 def plan_of(
-    model: nn.Module, format: Format, *, unfit: str = "raise", forward_dtype: torch.dtype | None = None
+    model: nn.Module,
+    format: Format,
+    *,
+    unfit: str = "raise",
+    forward_dtype: torch.dtype | None = None,
+    is_read: bool = False,
 ) -> Plan:
     """Decide for each tensor of a model how the checkpoint stores it.
 
@@ -323,22 +360,24 @@ def plan_of(
         format: The format.
         unfit: What to do with a converted layer's weight that the format can't hold: ``"raise"``, or
             ``"values"`` to write the weight in high precision.
-        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for FSDP's dtype.
+        forward_dtype: Dtype to which the forward casts parameters before it quantizes them; None for the dtype that
+            was seen in forwards with gradients, else FSDP's.
+        is_read: Whether a checkpoint is read, whose output embeddings may be quantized, and not written.
 
     Raises:
         ValueError: Nothing is converted, a weight does not fit, or the format does not allow several kinds of codes.
     """
     model = getattr(model, "_orig_mod", model)
     _check_exportable(model, unfit)
-    planner = _Planner(Plan(model=model, format=format), forward_dtype)
+    planner = _Planner(Plan(model=model, format=format), forward_dtype, is_read=is_read)
     plan, refused = planner.plan, planner.refused
     for each in _named_tensors(model):
         planner.add(*each)
     if refused and unfit == "raise":
         _raise_unfit(format, refused)
-    for name, reason in refused:
-        planner.note(f"{name} {reason}. It is served in high precision.")
+    for text in grouped(refused):
+        planner.note(f"{text}. Such weights are served in high precision.")
     if not plan.groups:
-        raise ValueError(f"export: no weight goes into {format.name!r}: {plan.notes[0]}")
+        raise ValueError(f"export: {format.name!r} does not support any weight: {plan.notes[0]}")
     _check_mixed(plan)
     return plan

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8compile import ops
 from fp8compile.nn.check_model import check_model
-from fp8compile.nn.convertible_layers import is_converted
+from fp8compile.nn.convertible.convertible_layers import is_converted
 from fp8compile.target import pretend_target, target_called
 
 if TYPE_CHECKING:
@@ -28,35 +28,35 @@ def program(
     target: str | None = None,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
-    """Export a model's forward as a program that runs without this package, bitwise equal to the model.
+    """Export a model's forward as a program that runs without this package, bit-identical to the model.
 
-    The program is ``torch.export.export`` of the model with this package's operators decomposed into PyTorch's.
-    ``torch.export.save`` can write it, any process with PyTorch can load it, and
-    ``torch._inductor.aoti_compile_and_package`` can compile it. The GEMM kernels are chosen here, for the device that
-    serves. Call `fp8compile.freeze_weights` first: the program then contains weights as codes, and does not quantize
-    them in each call.
+    The program is the result of ``torch.export.export``, with this package's operators decomposed into PyTorch
+    operators. You can save it with ``torch.export.save``, load it in any process with PyTorch, and compile it with
+    ``torch._inductor.aoti_compile_and_package``. GEMM kernels are selected at export time, for the device that serves.
+    Call `fp8compile.freeze_weights` first, so that the program contains FP8 weights and does not quantize them in each
+    call.
 
     Args:
-        model: A converted model, exported in its present mode; call ``eval()`` first.
-        args: Example arguments of the model's forward.
-        kwargs: Example arguments by name.
+        model: A converted model. It is exported in its current mode, so call ``eval()`` first.
+        args: Example positional arguments of the model's forward.
+        kwargs: Example keyword arguments.
         target: The device that will run the program: ``"cpu"``, or a GPU such as ``"h100"``, ``"b200"`` or
-            ``"rtx4090"``. None for the device of the tensors. A program for a GPU that was made on a CPU is moved by
+            ``"rtx4090"``. None for the device of the tensors. If you export for a GPU on a CPU, move the program with
             ``torch.export.passes.move_to_device_pass``.
-        dynamic_shapes: Sizes that may change, as ``torch.export.export`` takes them.
+        dynamic_shapes: Dynamic sizes, as for ``torch.export.export``.
 
     Returns:
         The program.
 
     Raises:
         TypeError: The model is not a module.
-        ValueError: Nothing in the model is converted, or ``target`` is not known.
+        ValueError: The model is not converted, or ``target`` is unknown.
         RuntimeError: An operator can't be decomposed, such as communication of expert parallelism, or PyTorch has no
             GEMM for a recipe on the target.
     """
     check_model("program", model)
     if not any(is_converted(module) for module in model.modules()):
-        raise ValueError("program: the model has no layer in FP8. Convert it by fp8compile.convert.")
+        raise ValueError("program: the model has no FP8 layers. Call fp8compile.convert first.")
     place = nullcontext() if target is None else pretend_target(target_called(target))
     with torch.no_grad(), place:
         exported = torch.export.export(

@@ -16,6 +16,7 @@ from fp8compile._compat import is_dtensor
 from fp8compile.export.checkpoint_names import is_of_transformers
 from fp8compile.export.format_table import format_named
 from fp8compile.export.plan import Plan, plan_of
+from fp8compile.export.servers import missing_parameters
 from fp8compile.export.stream import Piece, pieces
 from fp8compile.export.write_folder import Shards, bytes_of, check_target, new_folder, write_json
 
@@ -31,10 +32,10 @@ class ExportReport:
     Attributes:
         folder: The folder.
         format: Name of the format.
-        quantized: Names of the checkpoint's quantized layers, by the format's name for how they are quantized.
+        quantized: Names of the checkpoint's quantized layers, keyed by the format's name for their quantization.
         ignored: Names of the layers that a server computes in high precision.
-        notes: Differences between serving and training, and their reasons.
-        bytes: Bytes of all tensors.
+        notes: Differences between serving and training, with reasons.
+        bytes: Total bytes of all tensors.
     """
 
     folder: Path
@@ -50,18 +51,29 @@ class ExportReport:
         return "\n".join([*lines, *(f"    {note}" for note in self.notes)])
 
 
+def _architectures(model: nn.Module) -> list[str]:
+    """Return the entry of config.json: the name of the model's class in transformers."""
+    # graph_fsdp makes a class of its own, which pretends to lie where the model's class lies
+    own_classes = (each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
+    return [each.__name__ for each in own_classes if not each.__name__.startswith("GraphFSDP")][:1]
+
+
 def _config(plan: Plan) -> dict[str, Any]:
     quantization = plan.format.config(plan.groups, plan.ignored)
     if not is_of_transformers(plan.model):
         return {"quantization_config": quantization}
     config: Any = plan.model.config
     own = json.loads(config.to_json_string())
-    # graph_fsdp makes a class of its own, which pretends to lie where the model's class lies
-    own_classes = (each for each in type(plan.model).__mro__ if each.__module__.startswith("transformers."))
-    classes = [each.__name__ for each in own_classes if not each.__name__.startswith("GraphFSDP")]
-    dtypes = [each.dtype or each.tensor.dtype for each in plan.weights if each.tensor.is_floating_point()]
-    dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else "bfloat16"
-    return {**own, "architectures": classes[:1], "dtype": dtype, "quantization_config": quantization}
+    first = next(each for each in plan.weights if each.scheme is not None)  # what the forward multiplies
+    dtype = str(first.dtype or first.tensor.dtype).removeprefix("torch.")
+    return {**own, "architectures": _architectures(plan.model), "dtype": dtype, "quantization_config": quantization}
+
+
+def _server_notes(plan: Plan) -> list[str]:
+    """Return notes on the parameters that vLLM and SGLang do not have."""
+    kinds = {name: scheme.kind for scheme, names in plan.groups.items() for name in names}
+    architecture = next(iter(_architectures(plan.model)), "")
+    return [text for each in ("vllm", "sglang") for text in missing_parameters(each, plan.format, kinds, architecture)]
 
 
 def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int:
@@ -69,7 +81,7 @@ def _write(folder: Path, plan: Plan, stream: Iterator[Piece], limit: int) -> int
     with new_folder(folder) as target:
         shards = Shards(target, limit)
         for piece in stream:
-            shards.add(piece.tensors, piece.metadata)
+            shards.add(piece.tensors)
             probes.update(piece.probes)
         shards.finish()
         write_json(target / "config.json", _config(plan))
@@ -112,7 +124,7 @@ def _on_first_rank(folder: Path, plan: Plan, limit: int, groups: Sequence[Any], 
     if failed is not None:
         raise failed
     if not isinstance(answer, int):
-        raise RuntimeError(f"save_pretrained: the first rank could not write {folder}: {answer}")
+        raise RuntimeError(f"save_pretrained: rank 0 could not write {folder}: {answer}")
     return answer
 
 
@@ -126,47 +138,52 @@ def save_pretrained(
     unfit: str = "raise",
     forward_dtype: torch.dtype | None = None,
 ) -> ExportReport:
-    """Write a model's checkpoint in a format that servers load, with the codes and scales of training.
+    """Save a model in a checkpoint format for inference servers, with the quantized weights of training.
 
-    The folder has safetensors files, their index and config.json; save a tokenizer in it yourself. It is written under
-    a temporary name and then renamed, so that it never exists half-written. One more file records values for `check`
-    to compare.
+    The folder contains safetensors files, their index and config.json. The tokenizer is not saved. The folder is
+    written under a temporary name and then renamed, so that it is never incomplete. An additional file records values
+    that `check` compares.
 
-    If the model is distributed, all ranks call this function; the first rank writes the folder to its disk.
+    If the model is distributed, all ranks must call this function. Rank 0 writes the folder to its disk.
 
     Args:
-        model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
-        folder: Path of the folder.
-        format: ``"fine_grained_fp8"``, ``"compressed-tensors"``, ``"modelopt"`` or ``"torchao"``.
-        max_shard_size: Maximum bytes of a file, a number or a text such as ``"5GB"``.
-        overwrite: Whether to replace a checkpoint in a folder that is not empty. Other files in it stay.
+        model: A model converted by `fp8compile.convert`, with or without FP8 parameters.
+        folder: Path of the folder, or of a symbolic link to it.
+        format: ``"fine_grained_fp8"``, ``"compressed-tensors"`` or ``"modelopt"``.
+        max_shard_size: Maximum size of a file, in bytes or as a string such as ``"5GB"``.
+        overwrite: Whether to replace a checkpoint in a folder that is not empty. Other files and symbolic links in it
+            are kept.
         unfit: What to do if the format can't hold the weight of a converted layer: ``"raise"``, or ``"values"`` to
             write the weight in high precision.
         forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as the dtype of
-            ``torch.autocast``. By default the dtype of FSDP2's ``MixedPrecisionPolicy``, else the parameters' dtype.
+            ``torch.autocast``. By default, each layer uses the dtype of its forward passes with gradients in this
+            process, or else the dtype of FSDP2's ``MixedPrecisionPolicy`` or of its parameters.
 
     Returns:
-        A report; print it.
+        A report to print.
 
     Raises:
-        ValueError: An argument has an unknown value, the model has no layer in FP8, or its weights do not fit the
-            format. Nothing is written.
+        ValueError: An argument has an unknown value, the model has no FP8 layer, the format does not support its
+            weights, or the forward passes of a layer used several dtypes or a dtype other than ``forward_dtype``.
+            Nothing is written.
         FileExistsError: The folder is not empty, and ``overwrite`` is False.
-        OSError: The disk is full or read-only. An earlier checkpoint in the folder is unchanged.
-        RuntimeError: The first rank could not write; raised on the other ranks.
+        OSError: The disk is full or read-only, or the folder is the root of a mounted file system. An earlier
+            checkpoint in the folder is unchanged.
+        RuntimeError: Rank 0 failed to write; raised on the other ranks.
     """
     path, limit = Path(folder), bytes_of(max_shard_size)
+    target = path.resolve()  # what a link names is replaced, not the link
     plan = plan_of(model, format_named("save_pretrained", format), unfit=unfit, forward_dtype=forward_dtype)
     if groups := list(_groups(plan).values()):
-        size = _on_first_rank(path, plan, limit, groups, overwrite=overwrite)
+        size = _on_first_rank(target, plan, limit, groups, overwrite=overwrite)
     else:
-        check_target(path, overwrite=overwrite)
-        size = _write(path, plan, pieces(plan), limit)
+        check_target(target, overwrite=overwrite)
+        size = _write(target, plan, pieces(plan), limit)
     return ExportReport(
         folder=path,
         format=plan.format.name,
         quantized={scheme.name: tuple(names) for scheme, names in plan.groups.items()},
         ignored=tuple(plan.ignored),
-        notes=tuple(plan.notes),
+        notes=(*plan.notes, *_server_notes(plan)),
         bytes=size,
     )

@@ -8,7 +8,7 @@ inverted scale, a transposed matrix, or four-bit codes in the wrong order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,13 @@ CODES = torch.float8_e4m3fn  # the dtype of e4m3 codes in a file
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 KINDS = {
-    "tensor": "e4m3, one float32 scale for each matrix",
-    "static_tensor": "e4m3, one float32 scale for each matrix and one for its input, both from delayed scaling",
-    "channel": "e4m3, a float32 scale for each row of w_NK",
-    "block": "e4m3, a float32 scale for 128 x 128 values",
-    "block_ue8m0": "e4m3, a scale for 128 x 128 values that is a power of two",
-    "mx": "e4m3, an E8M0 scale for 32 values of a row",
-    "nvfp4": "e2m1, an e4m3 scale for 16 values of a row and a float32 scale for each matrix",
+    "tensor": "e4m3, one float32 scale per matrix",
+    "static_tensor": "e4m3, one float32 scale per matrix and one for its input, both from delayed scaling",
+    "channel": "e4m3, one float32 scale per row of w_NK",
+    "block": "e4m3, one float32 scale per 128 x 128 values",
+    "block_ue8m0": "e4m3, one power-of-two scale per 128 x 128 values",
+    "mx": "e4m3, one E8M0 scale per 32 values of a row",
+    "nvfp4": "e2m1, one e4m3 scale per 16 values of a row and one float32 scale per matrix",
 }
 
 
@@ -101,6 +101,10 @@ class Scheme:
     served: str = ""
     stores_divisor: bool = False
 
+    def names(self) -> tuple[str, ...]:
+        """Return the suffixes of all tensors of a layer, with the scale of the input."""
+        return (*self.suffixes, self.input_scale) if self.input_scale else self.suffixes
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Format:
@@ -113,9 +117,9 @@ class Format:
             of the layers that are not quantized.
         files: Returns the content of further JSON files by name, from the same arguments as ``config``.
         mixes: Whether one model may have several schemes.
-        metadata: Returns a tensor's entries in the header of a safetensors file, from its name and, if it is
-            quantized, its matrix; None if the format has none.
         instead: Advice for kinds that the format can't hold, by kind.
+        declares: Returns (name, value, allowed values) for each field of a folder's ``quantization_config`` that says
+            what its data is, from this configuration and the schemes of the model.
     """
 
     name: str
@@ -123,8 +127,8 @@ class Format:
     config: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]]
     files: Callable[[Mapping[Scheme, Sequence[str]], Sequence[str]], dict[str, Any]] = lambda groups, ignored: {}
     mixes: bool = False
-    metadata: Callable[[str, Quantized | None], dict[str, str]] | None = None
     instead: Mapping[str, str] = field(default_factory=dict)
+    declares: Callable[[Mapping[str, Any], Sequence[Scheme]], Iterable[tuple[str, Any, tuple[Any, ...]]]]
 
     def scheme(self, kind: str | None) -> Scheme | None:
         """Return the scheme for a weight of a kind, a result of `kind_of`; None if the format can't hold it."""
@@ -134,7 +138,7 @@ class Format:
         """Return the reason, for an error text, why this format can't store weights of this kind."""
         held = "; ".join(f"{each.name} ({KINDS[each.kind]})" for each in self.schemes)
         advice = f" {self.instead[kind]}" if kind is not None and kind in self.instead else ""
-        return f"the format {self.name!r} has no such codes; it has {held}.{advice}"
+        return f"the format {self.name!r} does not support this quantization; it supports {held}.{advice}"
 
 
 def eight_bits(
@@ -171,7 +175,10 @@ def spread_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
     """
     rows, columns = scale.shape
     if shape[0] % rows or shape[1] % columns:
-        raise ValueError(f"scales of shape {tuple(scale.shape)} are no grid of a matrix of shape {tuple(shape)}")
+        raise ValueError(
+            f"scales of shape {tuple(scale.shape)} do not divide a matrix of shape {tuple(shape)} into equal blocks; "
+            "each dim of the matrix must be a multiple of the same dim of the scales."
+        )
     return scale.repeat_interleave(shape[0] // rows, 0).repeat_interleave(shape[1] // columns, 1)
 
 

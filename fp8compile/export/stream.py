@@ -15,7 +15,7 @@ from fp8compile.export.plan import Plan, Weight, plan_of
 from fp8compile.export.whole_weights import scale_of_input, whole_codes, whole_values
 from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.layout.quantized import Quantized
-from fp8compile.nn.linear import Linear
+from fp8compile.nn.layer.linear import Linear
 
 __all__ = ["PROBES", "Piece", "pieces", "positions", "tensors"]
 
@@ -29,12 +29,10 @@ class Piece:
     Attributes:
         tensors: The tensors by name.
         probes: Dequantized values at `positions`, by layer name, for `check`; empty if the tensor is not quantized.
-        metadata: Entries for the header of the file.
     """
 
     tensors: dict[str, Tensor]
     probes: dict[str, list[float]] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
 
 
 def positions(shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -71,7 +69,7 @@ def _part(matrix: Quantized, place: Place) -> Quantized:
 
 def _pieces_of(plan: Plan, weight: Weight, whole: Quantized, places: Sequence[Place]) -> list[Piece]:
     """Make a `Piece` of each checkpoint matrix in ``places``, whose rows come from the model's matrix ``whole``."""
-    scheme, header, found = weight.scheme, plan.format.metadata, []
+    scheme, found = weight.scheme, []
     assert scheme is not None
     for place in places:
         matrix = _part(whole, place)
@@ -84,7 +82,6 @@ def _pieces_of(plan: Plan, weight: Weight, whole: Quantized, places: Sequence[Pl
             Piece(
                 tensors={f"{place.name}{suffix}": tensor.contiguous() for suffix, tensor in stored.items()},
                 probes={place.name: probes},
-                metadata={} if header is None else header(place.name, matrix),
             )
         )
     return found
@@ -100,10 +97,10 @@ def _quantized(plan: Plan, weight: Weight) -> Iterator[Piece]:
 
 
 def _values(plan: Plan, weight: Weight) -> Iterator[Piece]:
-    header, values = plan.format.metadata, whole_values(weight.tensor, weight.dtype)
+    values = whole_values(weight.tensor, weight.dtype)
     found = {f"{each.name}.bias": values[each.expert, each.start : each.stop : each.step] for each in weight.places}
     for name, tensor in (found or in_checkpoint(plan.model, weight.name, values)).items():
-        yield Piece(tensors={name: tensor.contiguous()}, metadata={} if header is None else header(name, None))
+        yield Piece(tensors={name: tensor.contiguous()})
 
 
 def pieces(plan: Plan) -> Iterator[Piece]:
@@ -126,31 +123,33 @@ def _pairs(stream: Iterator[Piece]) -> Iterator[tuple[str, Tensor]]:
 def tensors(
     model: nn.Module, format: str, *, unfit: str = "raise", forward_dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's checkpoint in a serving format, with the codes that training uses.
+    """Yield the tensors of a model's checkpoint in a serving format, with the quantized weights of training.
 
-    The order is that of the model's modules: all tensors of a layer come before those of the next layer. Each tensor
-    comes once, unsharded, and under its name in a checkpoint file. A server that takes a stream of weights, such as
-    vLLM by its weight transfer, can load them as they come.
+    Tensors are yielded in module order: all tensors of a layer come before those of the next layer. Each tensor is
+    yielded once, unsharded, and under its name in a checkpoint file. A server that accepts a stream of weights, such
+    as vLLM with its weight transfer, can load them as they arrive.
 
-    If the model is distributed (FSDP2, tensor parallel, expert parallel), all ranks call this and take all tensors.
-    Each rank quantizes its shard, and sends codes. In addition to its shards a rank holds the codes and scales of
-    one matrix, and a tile of 65536 values in float32; parameters in high precision are gathered one at a time.
+    If the model is distributed (FSDP2, tensor parallel, expert parallel), all ranks must call this and iterate over
+    all tensors. Each rank quantizes its shard and sends quantized data. In addition to its shards, a rank holds one
+    quantized matrix and a tile of 65536 values in float32. Parameters in high precision are gathered one at a time.
 
     Args:
-        model: A model that `fp8compile.convert` has converted. Its parameters may be values or codes.
-        format: ``"fine_grained_fp8"``, ``"compressed-tensors"``, ``"modelopt"`` or ``"torchao"``.
+        model: A model converted by `fp8compile.convert`, with or without FP8 parameters.
+        format: ``"fine_grained_fp8"``, ``"compressed-tensors"`` or ``"modelopt"``.
         unfit: What to do if the format can't hold the weight of a converted layer: ``"raise"``, or ``"values"`` to
             write the weight in high precision.
         forward_dtype: Dtype to which the forward casts parameters before it quantizes them, such as the dtype of
-            ``torch.autocast``. By default the dtype of FSDP2's ``MixedPrecisionPolicy``, else the parameters' dtype.
+            ``torch.autocast``. By default, each layer uses the dtype of its forward passes with gradients in this
+            process, or else the dtype of FSDP2's ``MixedPrecisionPolicy`` or of its parameters.
 
     Returns:
-        An iterator over pairs of a name and a tensor. A tensor may share memory with a parameter: use or copy it
-        before the optimizer's next step.
+        An iterator over pairs of a name and a tensor. A tensor may share memory with a parameter, so use or copy it
+        before the next optimizer step.
 
     Raises:
-        ValueError: The format is not known, the model has no layer in FP8, or a weight does not fit the format. The
-            call raises, and not the first step of the iterator.
+        ValueError: The format is unknown, the model has no FP8 layer, the format does not support a weight, or the
+            forward passes of a layer used several dtypes or a dtype other than ``forward_dtype``. The call itself
+            raises this, not the first iteration.
     """
     plan = plan_of(model, format_named("tensors", format), unfit=unfit, forward_dtype=forward_dtype)
     return _pairs(pieces(plan))

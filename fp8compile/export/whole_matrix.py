@@ -21,7 +21,7 @@ from fp8compile.formats import pack
 from fp8compile.layout.cuts import DimSharding, Sharding
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim, packed_in_rows
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.nn.shared_outer_amax import WHOLE_TENSOR
+from fp8compile.nn.layer.shared_outer_amax import WHOLE_TENSOR
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.quantize_over_ranks import (
     PYTHON_OF_STEPS,

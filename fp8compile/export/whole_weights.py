@@ -20,7 +20,7 @@ from fp8compile.layout.cuts import DimSharding, Sharding
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
-from fp8compile.nn.linear import Linear
+from fp8compile.nn.layer.linear import Linear
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
 from fp8compile.ops.layer.quantize_over_ranks import PYTHON_OF_STEPS, dequantized, quantize_part
 from fp8compile.quantizers import DelayedScaling, Quantizer
@@ -157,7 +157,7 @@ class WholeCodes:
         return whole.filled()
 
 
-def _shared_amax(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
+def _amax_of_group(layer: nn.Module, dtype: torch.dtype | None) -> Tensor | None:
     """Return the amax over all layers and ranks that share a scale with ``layer``, (1,) float32; None if none do.
 
     Values are cast to ``dtype`` first, unless it is None.
@@ -184,7 +184,7 @@ def whole_codes(layer: nn.Module, parameter: Tensor, dtype: torch.dtype | None) 
     found = WholeCodes(shape=shape, part=values, quantizer=quantizer, is_turned=turned, dtype=dtype)
     if isinstance(layer, Linear) and isinstance(quantizer, DelayedScaling):
         return replace(found, multiplier=replicated(layer.multiplier)[ROW_OF_WEIGHT].view(1, 1))
-    amax = _shared_amax(layer, dtype)
+    amax = _amax_of_group(layer, dtype)
     if quantizer.is_local():
         return replace(found, outer_amax=amax)
     cast = values if dtype is None else replace(values, local=values.local.to(dtype))

@@ -1,9 +1,10 @@
 """Write a checkpoint's files into a temporary folder, which then replaces the target by a rename.
 
-    folder.writing-PID/   model-00001.safetensors, ...    until all is written
+    folder.writing-ID/    model-00001.safetensors, ...    until all is written
     folder/               model-00001-of-00003.safetensors, ..., model.safetensors.index.json, config.json
 
-If writing fails at any point, the target is as it was before, and the unfinished folder is removed.
+If writing fails at any point, the target is as it was before, and the unfinished folder is removed. A save that is
+killed leaves the unfinished folder. ID is random, because a process in a container may have the PID of the killed one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import json
 import os
 import re
 import shutil
+import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,10 @@ def bytes_of(size: int | str) -> int:
     text = size if isinstance(size, str) else ""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|)\s*", text, re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise ValueError(f"save_pretrained: max_shard_size is {size!r}; it is a number of bytes, or such as '5GB'.")
+        raise ValueError(
+            f"save_pretrained: `max_shard_size` is {size!r}; it must be a positive int, the number of bytes, or a "
+            "string such as '5GB'."
+        )
     return max(1, int(float(found[1]) * UNITS[found[2].upper()]))
 
 
@@ -48,20 +54,26 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
 
     Raises:
         FileExistsError: The folder is not empty, and ``overwrite`` is False; or the path is not a folder.
+        OSError: The folder is the root of a mounted file system, which can't be replaced.
         PermissionError: The folder or its parent can't be written to.
     """
     if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"save_pretrained: {folder} is a file; name a folder.")
+        raise FileExistsError(f"save_pretrained: {folder} is a file. Pass a folder.")
     if folder.exists() and any(folder.iterdir()) and not overwrite:
         raise FileExistsError(
-            f"save_pretrained: {folder} is not empty. overwrite=True replaces a checkpoint in it, once the new one is "
-            "written; other files, such as a tokenizer's, stay."
+            f"save_pretrained: {folder} is not empty. Pass overwrite=True to replace a checkpoint in it after the "
+            "new one is written; other files, such as a tokenizer's, are kept."
+        )
+    if os.path.ismount(folder):
+        raise OSError(
+            f"save_pretrained: {folder} is the root of a file system, which can't be renamed. Pass a folder in it."
         )
     above = next(each for each in folder.absolute().parents if each.exists())
     for place in (above, folder) if folder.exists() else (above,):
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(
-                f"save_pretrained: {place} can't be written to, and the folder is made beside its place."
+                f"save_pretrained: {place} is not writable, but the checkpoint is first written to a temporary folder "
+                "in it. Pass a folder in a writable directory."
             )
 
 
@@ -80,20 +92,18 @@ class Shards:
         self.folder: Path = folder
         self.limit: int = limit
         self._held: dict[str, Tensor] = {}
-        self._metadata: dict[str, str] = {}
         self._size = 0
         self._names: list[list[str]] = []  # of each file
         self.total: int = 0
 
-    def add(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Add tensors, by name, that have to be in the same file; ``metadata`` goes into the file's header."""
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors, by name, that have to be in the same file."""
         size = sum(each.numel() * each.element_size() for each in tensors.values())
         if self._held and self._size + size > self.limit:
             self._write()
         # a copy, because what comes from a model in high precision may be a view of its parameters
         for name, each in tensors.items():
             self._held[name] = each.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._metadata.update(metadata)
         self._size += size
         self.total += size
 
@@ -107,18 +117,13 @@ class Shards:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        header = {"format": "pt", **self._metadata}
-        if self._metadata:
-            header["tensor_names"] = json.dumps(list(self._metadata))
         path = self._path(len(self._names))
         try:
-            save_file(self._held, path, metadata=header)
+            save_file(self._held, path, metadata={"format": "pt"})
         except SafetensorError as error:  # such as that of a full disk, which is no OSError there
-            raise OSError(
-                f"save_pretrained: {path} can't be written, and what was there before stays: {error}"
-            ) from None
+            raise OSError(f"save_pretrained: {path} can't be written, the previous files are kept: {error}") from None
         self._names.append(list(self._held))
-        self._held, self._metadata, self._size = {}, {}, 0
+        self._held, self._size = {}, 0
 
     def finish(self) -> None:
         """Write the remaining tensors, and rename the files; also write the index, unless there is only one file."""
@@ -135,29 +140,43 @@ class Shards:
 def _keep_others(old: Path, new: Path) -> None:
     """Copy files of folder ``old`` that are no part of a checkpoint, such as a tokenizer's, to ``new``."""
     for path in old.iterdir():
-        if not OURS.fullmatch(path.name) and not (new / path.name).exists():
-            (shutil.copytree if path.is_dir() else shutil.copy2)(path, new / path.name)
+        if OURS.fullmatch(path.name) or (new / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True)
+        else:
+            shutil.copy2(path, new / path.name, follow_symlinks=False)
+
+
+def _replace(folder: Path, new: Path, before: Path) -> None:
+    """Rename the folder ``new`` to ``folder``; an older ``folder`` is ``before`` meanwhile, and then removed."""
+    if not folder.exists():
+        new.rename(folder)
+        return
+    _keep_others(folder, new)
+    folder.rename(before)
+    try:
+        new.rename(folder)
+    except BaseException:
+        before.rename(folder)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+    if before.exists():
+        warnings.warn(
+            f"save_pretrained: {folder} was written, but {before}, which holds the previous files, can't be removed.",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Context that yields a new folder, which replaces ``folder`` if the block ends without an error."""
-    folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside, before = (folder.with_name(f"{folder.name}.{what}-{os.getpid()}") for what in ("writing", "before"))
+    own = uuid.uuid4().hex[:12]
+    beside, before = (folder.with_name(f"{folder.name}.{what}-{own}") for what in ("writing", "before"))
     beside.mkdir()
     try:
         yield beside
-        if folder.exists():
-            _keep_others(folder, beside)
-            folder.rename(before)
-            try:
-                beside.rename(folder)
-            except OSError:
-                before.rename(folder)
-                raise
-            shutil.rmtree(before)
-        else:
-            beside.rename(folder)
+        _replace(folder, beside, before)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

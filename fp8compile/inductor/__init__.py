@@ -1,5 +1,6 @@
-"""Extensions of Inductor: lowerings, node marks for the partitioner, kernels that fuse their input."""
+"""Extensions of Inductor: lowerings, node marks for the partitioner, kernels that Inductor launches."""
 
+from fp8compile._compat import constant, once_a_graph
 from fp8compile.inductor.inlining import inlined, traced
 from fp8compile.inductor.is_fusible import (
     behind_reshapes,
@@ -9,10 +10,8 @@ from fp8compile.inductor.is_fusible import (
     is_result_of,
     leaves_of,
 )
-from fp8compile.inductor.lower_row_counts import lower_counts_of_rows
-from fp8compile.inductor.lower_row_groups import lower_largest_of_sums
+from fp8compile.inductor.launches import register_launch
 from fp8compile.inductor.noted_blocks import block_noted, noted_block
-from fp8compile.inductor.once_a_graph import constant, once_a_graph, once_with_more
 from fp8compile.inductor.partitioner_marks import (
     is_left_in_backward,
     is_repeated_in_backward,
@@ -23,21 +22,15 @@ from fp8compile.inductor.partitioner_marks import (
     recomputed,
     repeat_in_backward,
 )
-from fp8compile.inductor.partitioners import min_cut_then
-from fp8compile.inductor.prologue_fusion import register_tile_kernel
+from fp8compile.inductor.partitioners import PARTITIONERS, min_cut_then
 from fp8compile.inductor.registration import (
     register_decomposition,
     register_fallback,
-    register_joint_pass,
     register_lowering,
 )
-from fp8compile.inductor.tile_kernels import COUNTS, TileKernel, TileLaunch, TileMatrix, with_counts
 
 __all__ = [
-    "COUNTS",
-    "TileKernel",
-    "TileLaunch",
-    "TileMatrix",
+    "PARTITIONERS",
     "behind_reshapes",
     "block_noted",
     "constant",
@@ -51,21 +44,16 @@ __all__ = [
     "leaves_of",
     "left_in_backward",
     "left_in_forward",
-    "lower_counts_of_rows",
-    "lower_largest_of_sums",
     "make_in_backward",
     "min_cut_then",
     "never_recompute",
     "noted_block",
     "once_a_graph",
-    "once_with_more",
     "recomputed",
     "register_decomposition",
     "register_fallback",
-    "register_joint_pass",
+    "register_launch",
     "register_lowering",
-    "register_tile_kernel",
     "repeat_in_backward",
     "traced",
-    "with_counts",
 ]

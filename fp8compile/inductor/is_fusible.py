@@ -8,25 +8,10 @@ from typing import Any
 
 import torch
 
-from fp8compile._compat import nodes_of, statically_true
+from fp8compile._compat import VIEWS, nodes_of, statically_true
 
-__all__ = ["VIEWS", "behind_reshapes", "is_fusible", "is_made_by_rows", "is_pointwise", "is_result_of", "leaves_of"]
+__all__ = ["behind_reshapes", "is_fusible", "is_made_by_rows", "is_pointwise", "is_result_of", "leaves_of"]
 
-VIEWS = {
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "t",
-        "permute",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "alias",
-        "detach",
-    )
-} | {torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor}
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.prims.convert_element_type.default}
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8compile._compat import nodes_of, runs_in_backward, statically_true
-from fp8compile.inductor.is_fusible import VIEWS
+from fp8compile._compat import IN_BACKWARD, IN_FORWARD, VIEWS, nodes_of, statically_true
 
 __all__ = [
     "is_left_in_backward",
@@ -17,14 +16,10 @@ __all__ = [
     "left_in_backward",
     "left_in_forward",
     "make_in_backward",
-    "current_marks",
     "never_recompute",
     "repeat_in_backward",
     "recomputed",
 ]
-
-IN_FORWARD = {"partitioner_tag": "must_be_in_forward"}
-IN_BACKWARD = {"partitioner_tag": "must_be_in_backward"}
 
 
 def never_recompute(tensor: torch.Tensor) -> None:
@@ -129,14 +124,3 @@ def left_in_backward() -> AbstractContextManager[None]:
 def is_left_in_backward(tensor: torch.Tensor) -> bool:
     """Whether a traced tensor was made under `left_in_backward`."""
     return any(node.meta.get("partitioner_tag") == IN_BACKWARD["partitioner_tag"] for node in nodes_of(tensor))
-
-
-def current_marks() -> tuple[Any, ...]:
-    """Return a key of the marks that nodes traced now get, so that calls under different marks are not merged."""
-    from torch.fx import traceback
-
-    place = traceback.current_meta.get("partitioner_tag")  # other tags only say that a backward is being traced
-    asked = place if place in (IN_FORWARD["partitioner_tag"], IN_BACKWARD["partitioner_tag"]) else None
-    # PyTorch tags the forward's nodes anew before it traces the backward: what was left for the backward no longer is
-    is_void = asked == IN_BACKWARD["partitioner_tag"] and not runs_in_backward()
-    return asked, is_void, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))

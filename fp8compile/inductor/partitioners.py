@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["min_cut_then"]
+__all__ = ["PARTITIONERS", "min_cut_then"]
+
+# for each class of values that `fp8compile.compile` accepts as ``saved``, a function that makes a partitioner of one
+PARTITIONERS: dict[type[Any], Callable[[Any], Any]] = {}
 
 
 def min_cut_then(

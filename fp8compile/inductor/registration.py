@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from fp8compile._compat import when_imported
 
-__all__ = ["register_decomposition", "register_fallback", "register_joint_pass", "register_lowering"]
+__all__ = ["register_decomposition", "register_fallback", "register_lowering"]
 
 
 def register_decomposition(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None:
@@ -57,37 +57,20 @@ def register_lowering(op: torch._ops.OpOverload, fn: Callable[..., Any]) -> None
     when_imported("torch._inductor.lowering", register)
 
 
-def register_fallback(op: torch._ops.OpOverload, *, contiguous: bool = False) -> None:
+def register_fallback(op: torch._ops.OpOverload, *, contiguous: int = 0) -> None:
     """Let Inductor call ``op`` itself if no decomposition exists, or if the decomposition returned NotImplemented.
 
-    If ``contiguous``, Inductor passes only contiguous tensors to the op.
+    Inductor writes the first ``contiguous`` arguments of the op in contiguous memory; -1 for all of them.
     """
 
     def register() -> None:
         from torch._inductor import lowering
 
-        layout = lowering.require_contiguous if contiguous else None
-        lowering.make_fallback(op, layout, warn=False, override_decomp=True)
+        def laid_out(node: Any, *args: Any, **kwargs: Any) -> Any:
+            last = contiguous if contiguous >= 0 else len(args)
+            first, _ = lowering.require_contiguous(node, *args[:last])
+            return (*first, *args[last:]), kwargs
+
+        lowering.make_fallback(op, laid_out if contiguous else None, warn=False, override_decomp=True)
 
     when_imported("torch._inductor.lowering", register)
-
-
-def register_joint_pass(ops: Sequence[torch._ops.OpOverload], run: Callable[[torch.fx.Graph], None]) -> None:
-    """Call ``run`` on each joint graph that calls one of ``ops``, before the partitioner cuts the graph.
-
-    Graphs without a backward are included. ``run`` changes the graph in place and removes all calls of ``ops``. New
-    nodes may stand anywhere, because Inductor sorts the graph afterwards.
-    """
-
-    def register() -> None:
-        from torch._inductor import pattern_matcher
-        from torch._inductor.fx_passes import joint_graph
-
-        def handle(match: Any, *args: Any) -> None:
-            run(match.graph)
-
-        for op in ops:
-            pattern = pattern_matcher.CallFunctionVarArgs(op, users=pattern_matcher.MULTIPLE)
-            pattern_matcher.register_graph_pattern(pattern, pass_dict=joint_graph.pass_patterns[-1])(handle)
-
-    when_imported("torch._inductor.fx_passes.joint_graph", register)

@@ -15,6 +15,7 @@ model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -22,35 +23,47 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fp8compile import MasterWeights as EagerMasterWeights
 from fp8compile._compat import hooks_of
 from fp8compile.integrations.conversion import Conversion
-from fp8compile.nn.assign_recipes import Recipes
+from fp8compile.nn.convertible.assign_recipes import Recipes
 from fp8compile.tensor import is_quantized_parameter
 
 __all__ = ["MasterWeights", "convert", "converted", "fsdp2_plugin"]
 
 VERSION_1 = (
-    "this run has fsdp_version 1, whose flat parameters are gathered in one dtype. Take fsdp_version 2, or "
+    "this run has fsdp_version 1, whose flat parameters are all-gathered in a single dtype. Use fsdp_version 2, or "
     "fsdp_float8_all_gather=False."
 )
 RAM_EFFICIENT = (
-    "accelerate's cpu_ram_efficient_loading sends each entry of the state dict as a DTensor, and weights that are "
-    "codes have entries that are plain tensors. Set cpu_ram_efficient_loading=False, or leave out "
-    "quantized_parameters."
+    "accelerate's cpu_ram_efficient_loading sends each entry of the state dict as a DTensor, but the state dict of "
+    "FP8 parameters has plain tensors. Set cpu_ram_efficient_loading=False, or omit quantized_parameters."
+)
+FELL_BACK = (
+    "FSDP was requested by a plugin, training arguments or a configuration file, but accelerate runs {kind}: "
+    "nothing is sharded, and no weights are all-gathered in FP8. On CPUs, accelerate shards only if FSDP is "
+    "enabled as in examples/accelerate_on_cpu.py."
 )
 
 
 def fsdp2_plugin(state: AcceleratorState) -> Any:
-    """Return accelerate's plugin with the settings of FSDP2; None if this run does not use FSDP2."""
+    """Return accelerate's FSDP2 plugin; None if this run does not use FSDP2."""
     return state.fsdp_plugin if state.is_fsdp2 else None
 
 
 def _shards_by_version_1(state: AcceleratorState) -> bool:
     return str(state.distributed_type).endswith("FSDP") and not state.is_fsdp2
+
+
+def _warn_if_not_sharded(state: AcceleratorState) -> None:
+    # accelerate sets the variable itself if it is given a plugin, as a Trainer does
+    is_asked = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if is_asked and not str(state.distributed_type).endswith("FSDP") and state.num_processes > 1:
+        warnings.warn(FELL_BACK.format(kind=state.distributed_type.value), stacklevel=4)
 
 
 def _as_accelerate_will_cast(model: nn.Module) -> None:
@@ -78,17 +91,20 @@ def _give_addresses(model: nn.Module) -> None:
 
 
 def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState, *, checkpointed: bool) -> nn.Module:
-    """Convert a model in place and return it; if the run uses FSDP2, prepare the parameters for accelerate.
+    """Convert a model in place and return it; with FSDP2, also prepare the parameters for accelerate.
 
-    ``checkpointed`` tells whether the model's own code repeats forwards in the backward (activation checkpointing).
-    Checkpointing by accelerate's FSDP2 plugin is detected.
+    A warning is issued if FSDP is configured but accelerate does not use it, as on CPUs.
+
+    ``checkpointed`` is whether the model's own code uses activation checkpointing. Checkpointing by accelerate's FSDP2
+    plugin is detected automatically.
 
     Raises:
-        ValueError: Weights are to be gathered as codes and the run uses FSDP1; or parameters are to be quantized and
-            the plugin loads with ``cpu_ram_efficient_loading``.
+        ValueError: FP8 all-gather is requested with FSDP1, or ``quantized_parameters`` is combined with the plugin's
+            ``cpu_ram_efficient_loading``.
     """
     if conversion.gather and _shards_by_version_1(state):
         raise ValueError(f"fsdp_float8_all_gather: {VERSION_1}")
+    _warn_if_not_sharded(state)
     plugin = fsdp2_plugin(state)
     if plugin is not None and state.mixed_precision != "no":
         _as_accelerate_will_cast(model)
@@ -110,47 +126,48 @@ def convert(
     checkpointed: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Convert a model in place; if this accelerator uses FSDP2, let FSDP2 gather FP8 weights as codes.
+    """Convert a model in place; with FSDP2, also make FSDP2 all-gather weights in FP8.
 
-    Call this before ``accelerator.prepare`` and before the optimizer is made. With FSDP2 and mixed precision,
-    trainable parameters become float32, as ``accelerator.prepare`` would make them.
+    Call this before ``accelerator.prepare`` and before you create the optimizer. With FSDP2 and mixed precision,
+    trainable parameters become float32, as ``accelerator.prepare`` would do. A warning is issued if FSDP is configured
+    but accelerate does not use it, as on CPUs.
 
     Args:
         accelerator: The accelerator of the run.
-        model: A model that is neither compiled nor prepared.
-        recipe: The recipe, as `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses are bitwise equal either way.
-        checkpointed: Whether the model's own code repeats forwards in the backward. The FSDP plugin's
-            ``activation_checkpointing`` is detected and need not be given here.
+        model: A model that is neither compiled nor prepared yet.
+        recipe: The recipe, as for `fp8compile.convert`.
+        fsdp_float8_all_gather: Whether FSDP2 all-gathers weights in FP8. Losses are bit-identical either way.
+        checkpointed: Whether the model's own code uses activation checkpointing. The FSDP plugin's
+            ``activation_checkpointing`` is detected automatically.
         options: Other arguments of `fp8compile.convert`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: The accelerator has prepared an optimizer or a model already; ``fsdp_float8_all_gather`` is True
-            although the accelerator uses FSDP1; parameters are to be quantized and the plugin loads with
-            ``cpu_ram_efficient_loading``; or `fp8compile.convert` or
-            ``fp8compile.parallel.fsdp_float8_all_gather`` refuses the model.
+        ValueError: The accelerator has already prepared an optimizer or a model; ``fsdp_float8_all_gather`` is True,
+            but the accelerator uses FSDP1; ``quantized_parameters`` is combined with the plugin's
+            ``cpu_ram_efficient_loading``; or `fp8compile.convert` or ``fp8compile.parallel.fsdp_float8_all_gather``
+            raises it.
     """
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
-            "convert: this accelerator has prepared a model or an optimizer already. Convert first, then make the "
-            "optimizer of the converted model's parameters, then call accelerator.prepare with both."
+            "convert: this accelerator has already prepared a model or an optimizer. Call convert first, then "
+            "create the optimizer from the converted model's parameters, then call accelerator.prepare with both."
         )
     conversion = Conversion(recipe=recipe, gather=fsdp_float8_all_gather, options=options)
     return converted(conversion, model, accelerator.state, checkpointed=checkpointed)
 
 
 class MasterWeights(EagerMasterWeights):
-    """`fp8compile.MasterWeights` that creates float32 master weights at the first step, save or load.
+    """`fp8compile.MasterWeights` that creates float32 master weights on the first step, save or load.
 
     With FSDP2, accelerate replaces the optimizer's parameters by shards in ``prepare``. Master weights created
     before ``prepare`` would belong to the replaced parameters.
 
     Args:
-        optimizer: Class of the optimizer, as `fp8compile.MasterWeights` takes it.
-        params: Parameters, or groups of parameters.
+        optimizer: The optimizer class, as for `fp8compile.MasterWeights`.
+        params: Parameters or parameter groups.
         options: Other arguments of `fp8compile.MasterWeights`, and options of the optimizer.
     """
 
@@ -162,7 +179,7 @@ class MasterWeights(EagerMasterWeights):
         self._mode: str | None = None
 
     def make_masters(self) -> None:
-        """Make the masters of the parameters that the groups have now, at the first call."""
+        """Create masters for the current parameters of the groups, on the first call."""
         if self._to_make is not None:
             optimizer, options = self._to_make
             self._to_make = None
@@ -180,7 +197,7 @@ class MasterWeights(EagerMasterWeights):
         return super().__getattr__(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `fp8compile.MasterWeights`' state dict, for which masters are made; before `prepare`, an empty one.
+        """Create masters and return the state dict of `fp8compile.MasterWeights`; empty before `prepare`.
 
         ``accelerator.prepare`` reads this dict before it replaces parameters, and loads it again.
         """
@@ -190,7 +207,7 @@ class MasterWeights(EagerMasterWeights):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, for which masters are made; not for the empty one that ``accelerator.prepare`` loads."""
+        """Load a state dict and create masters, except for the empty state dict that ``accelerator.prepare`` loads."""
         if self._to_make is not None and not self._is_prepared and not state_dict["state"]:
             Optimizer.load_state_dict(self, state_dict)
             self._is_prepared = True

@@ -1,4 +1,4 @@
-"""Converts a model and, if FSDP2 will shard it, lets FSDP2 gather codes; for the integrations with trainers."""
+"""Conversion of a model for trainers, with FP8 all-gather if FSDP2 will shard it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fp8compile.nn import convert
-from fp8compile.nn.assign_recipes import Recipes
+from fp8compile.nn.convertible.assign_recipes import Recipes
 from fp8compile.parallel import fsdp_float8_all_gather
 
 __all__ = ["Conversion"]
@@ -17,11 +17,11 @@ __all__ = ["Conversion"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Arguments of a conversion, and whether FSDP2 gathers FP8 weights as codes.
+    """Arguments of a conversion, and whether FSDP2 all-gathers weights in FP8.
 
     Attributes:
-        recipe: The recipe, as `fp8compile.convert` takes it.
-        gather: Whether FSDP2, if it shards the model, gathers FP8 weights as codes.
+        recipe: The recipe, as for `fp8compile.convert`.
+        gather: Whether FSDP2, if it shards the model, all-gathers weights in FP8.
         options: Other arguments of `fp8compile.convert`.
     """
 
@@ -30,17 +30,16 @@ class Conversion:
     options: Mapping[str, Any]
 
     def replaces_parameters(self, *, sharded: bool) -> bool:
-        """Whether conversion makes new parameters, which an earlier optimizer would not update.
+        """Whether conversion creates new parameters, which an existing optimizer would not update.
 
-        ``sharded`` tells whether FSDP2 will shard the model.
+        ``sharded`` is whether FSDP2 will shard the model.
         """
         return bool(self.options.get("quantized_parameters")) or (sharded and self.gather)
 
     def apply(self, model: nn.Module, *, sharded: bool, checkpointed: bool) -> nn.Module:
-        """Convert a model, which is neither compiled nor sharded yet, in place and return it.
+        """Convert a model in place and return it; it must be neither compiled nor sharded yet.
 
-        ``sharded`` tells whether FSDP2 will shard the model, ``checkpointed`` whether the backward will repeat
-        forwards.
+        ``sharded`` is whether FSDP2 will shard the model, ``checkpointed`` whether the backward recomputes forwards.
         """
         convert(model, self.recipe, **self.options)
         if sharded and self.gather:

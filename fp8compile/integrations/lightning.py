@@ -9,8 +9,7 @@ trainer = L.Trainer(plugins=[f8lightning.F8HalfPrecision(f8.recipes.rowwise(), p
 ```
 
 With FSDP2 (``ModelParallelStrategy``), a module shards itself in ``configure_model``, before Lightning calls the
-plugin. The module has to call the plugin first, before `fully_shard`:
-``self.trainer.precision_plugin.convert_module(self)``.
+plugin. In ``configure_model``, call ``self.trainer.precision_plugin.convert_module(self)`` before `fully_shard`.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from torch import nn
 from fp8compile._compat import is_fsdp
 from fp8compile.integrations.conversion import Conversion
 from fp8compile.integrations.loggers import finite
-from fp8compile.nn import Monitor
-from fp8compile.nn.assign_recipes import Recipes
+from fp8compile.monitor import Monitor
+from fp8compile.nn.convertible.assign_recipes import Recipes
 
 __all__ = ["F8FSDPPrecision", "F8HalfPrecision", "F8MixedPrecision", "F8Monitor", "F8Precision"]
 
 TOO_LATE = (
-    "went through fully_shard already, and this plugin has not converted it. In configure_model, before fully_shard, "
-    "call self.trainer.precision_plugin.convert_module(self): ModelParallelStrategy itself converts after "
-    "configure_model."
+    "was already sharded by fully_shard, but this plugin has not converted it. In configure_model, call "
+    "self.trainer.precision_plugin.convert_module(self) before fully_shard, because ModelParallelStrategy converts "
+    "only after configure_model."
 )
 AUTOCAST = (
-    "F8MixedPrecision: autocast would cast weights that FSDP2 has gathered as codes. Take F8Precision and "
+    "F8MixedPrecision: autocast would cast weights that FSDP2 has all-gathered in FP8. Use F8Precision with "
     "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), or F8HalfPrecision, or "
     "fsdp_float8_all_gather=False."
 )
@@ -96,14 +95,14 @@ def _strategy_shards(module: nn.Module) -> bool:
 class F8Precision(_Converts, Precision):
     """Lightning's ``Precision`` plugin that also converts the model to FP8. Parameters keep their dtype.
 
-    With `fully_shard`, its ``mp_policy`` sets the dtype in which layers compute.
+    With `fully_shard`, its ``mp_policy`` determines the compute dtype.
 
     Args:
-        recipe: The recipe, as `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes under ``ModelParallelStrategy``. Losses are
-            bitwise equal either way.
-        checkpointed: Whether the backward repeats forwards (activation checkpointing), as
-            ``fp8compile.parallel.fsdp_float8_all_gather`` takes it.
+        recipe: The recipe, as for `fp8compile.convert`.
+        fsdp_float8_all_gather: Whether FSDP2 all-gathers weights in FP8 with ``ModelParallelStrategy``. Losses are
+            bit-identical either way.
+        checkpointed: Whether the model uses activation checkpointing, as for
+            ``fp8compile.parallel.fsdp_float8_all_gather``.
         convert_options: Other arguments of `fp8compile.convert`, by name.
     """
 
@@ -112,8 +111,8 @@ class F8HalfPrecision(_Converts, HalfPrecision):
     """Lightning's ``HalfPrecision`` plugin that also converts the model to FP8. Parameters are bfloat16.
 
     Args:
-        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are allowed too.
-        precision: ``"bf16-true"``, as ``HalfPrecision`` takes it.
+        recipe: The recipe, as for `F8Precision`; the other arguments of `F8Precision` are also supported.
+        precision: ``"bf16-true"``, as for ``HalfPrecision``.
     """
 
 
@@ -121,9 +120,9 @@ class F8MixedPrecision(_Converts, MixedPrecision):
     """Lightning's ``MixedPrecision`` plugin that also converts the model to FP8. Parameters keep their dtype.
 
     Args:
-        recipe: The recipe, as `F8Precision` takes it; the other arguments of `F8Precision` are allowed too.
+        recipe: The recipe, as for `F8Precision`; the other arguments of `F8Precision` are also supported.
         precision: ``"bf16-mixed"``.
-        device: ``"cuda"`` or ``"cpu"``, as ``MixedPrecision`` takes it.
+        device: ``"cuda"`` or ``"cpu"``, as for ``MixedPrecision``.
     """
 
     casts_by_autocast = True
@@ -132,16 +131,16 @@ class F8MixedPrecision(_Converts, MixedPrecision):
 class F8FSDPPrecision(_Converts, FSDPPrecision):
     """Lightning's ``FSDPPrecision`` plugin that also converts the model to FP8, for ``FSDPStrategy``.
 
-    ``FSDPStrategy`` uses FSDP1, which gathers weights in high precision and not as codes.
+    ``FSDPStrategy`` uses FSDP1, which all-gathers weights in high precision, not in FP8.
 
     Args:
-        recipe: The recipe, as `F8Precision` takes it; ``convert_options`` is allowed too.
-        precision: The precision, as ``FSDPPrecision`` takes it.
+        recipe: The recipe, as for `F8Precision`; ``convert_options`` is also supported.
+        precision: The precision, as for ``FSDPPrecision``.
     """
 
 
 class F8Monitor(pl.Callback):
-    """Lightning callback that logs readings of a `fp8compile.Monitor` with the Trainer's loggers.
+    """Lightning callback that logs the statistics of an `fp8compile.Monitor` with the Trainer's loggers.
 
     Args:
         options: Arguments of `fp8compile.Monitor`, except the model.
@@ -155,7 +154,7 @@ class F8Monitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach a monitor to the module; its step count starts at the Trainer's current step.
 
-        This callback's monitor of a training that was interrupted is removed first.
+        A monitor that this callback left from an interrupted training is removed first.
         """
         if self.monitor is not None:
             self.monitor.remove()
@@ -165,9 +164,9 @@ class F8Monitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the last batch of a step, log what the monitor read, if anything, and advance its step count.
+        """After the last batch of a step, log statistics if the step is monitored, and advance the step count.
 
-        A batch after which several optimizers step ends one step of the monitor.
+        If several optimizers step after a batch, this counts as one step.
         """
         monitor: Any = self.monitor  # made when training began
         if trainer.global_step == self._last_step:
@@ -180,6 +179,6 @@ class F8Monitor(pl.Callback):
         monitor.step()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remove the monitor; the module is then as it was without one."""
+        """Remove the monitor and restore the module."""
         if self.monitor is not None:
             self.monitor.remove()

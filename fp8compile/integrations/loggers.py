@@ -1,4 +1,4 @@
-"""Functions that write readings of a `fp8compile.Monitor` to loggers of other packages.
+"""Functions that write the statistics of an `fp8compile.Monitor` to other loggers.
 
 ```python
 from torch.utils.tensorboard import SummaryWriter
@@ -16,24 +16,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fp8compile.nn.monitor import Reading, flat
+from fp8compile.monitor import Reading, flat
 
 __all__ = ["finite", "to_tensorboard", "to_wandb"]
 
 
 def finite(reading: Reading) -> dict[str, float]:
-    """Flatten a reading to one dict of finite numbers; drops lists, inf and NaN."""
+    """Flatten statistics into one dict of finite numbers; drops lists, inf and NaN."""
     numbers = {name: each for name, each in flat(reading).items() if not isinstance(each, list)}
     return {name: each for name, each in numbers.items() if math.isfinite(each)}
 
 
 def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
-    """Write a reading to TensorBoard: finite numbers as scalars, and lists of exponent counts as histograms.
+    """Write statistics to TensorBoard: finite numbers as scalars, and exponent counts as histograms.
 
     Args:
         writer: A ``torch.utils.tensorboard.SummaryWriter``.
         reading: A result of `fp8compile.Monitor.read`.
-        step: Number of the training step.
+        step: The training step.
     """
     for name, value in finite(reading).items():
         writer.add_scalar(name, value, step)
@@ -54,7 +54,7 @@ def to_tensorboard(writer: Any, reading: Reading, step: int) -> None:
 
 
 def to_wandb(run: Any, reading: Reading, step: int) -> None:
-    """Log the finite numbers of a reading to Weights & Biases as step ``step``; drops lists.
+    """Log the finite numbers of the statistics to Weights & Biases at step ``step``; drops lists.
 
     ``run`` is the result of ``wandb.init``, or the module ``wandb``.
     """

@@ -1,4 +1,4 @@
-"""PEFT's LoRA adapters on FP8 layers; adapters merge into quantized weights, and unmerge bit for bit.
+"""PEFT's LoRA adapters on FP8 layers. Adapters can be merged into quantized weights, and unmerged bit for bit.
 
 ```python
 import peft
@@ -11,8 +11,8 @@ config = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
 model = peft.get_peft_model(model, f8peft.register(config))
 ```
 
-The base layer computes in FP8, the adapter in high precision, and their results are added. While PEFT itself computes
-with the base's weight, the weight is temporarily replaced by dequantized values.
+The base layer computes in FP8 and the adapter in high precision, and their results are added. While PEFT itself
+computes with the weight of the base layer, the weight is temporarily dequantized.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from fp8compile._compat import is_dtensor
-from fp8compile.nn.calibrate import set_row
+from fp8compile.nn.convert.calibrate import set_row
 from fp8compile.nn.experts.adapters import add_to_product, no_longer_add, takes_additions
 from fp8compile.nn.experts.converted_class import ConvertedExperts
-from fp8compile.nn.grouped_linear import grouped_linear
-from fp8compile.nn.linear import STATE, Linear
+from fp8compile.nn.layer.grouped_linear import grouped_linear
+from fp8compile.nn.layer.linear import STATE, Linear
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_WEIGHT
 from fp8compile.quantizers import DelayedScaling, Recipe
 from fp8compile.tensor import has_codes, is_quantized_parameter
@@ -46,8 +46,8 @@ __all__ = ["register"]
 HIGH_PRECISION = Recipe()
 MERGE_TO = ("codes", "values")
 SPREAD = (
-    "{what}: {name} of the base is spread over ranks, whose shards hold no whole weight. {what} on one process: save "
-    "the adapter, load it beside the same base there."
+    "{what}: {name} of the base model is sharded over ranks, so no rank has the full weight. {what} in a "
+    "single process: save the adapter, and load it with the same base model there."
 )
 
 
@@ -172,7 +172,7 @@ class _OverCodes:
             self._pefts().unmerge()
             return
         if self._before is None:
-            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            warnings.warn("The adapters are already unmerged; nothing was done.", stacklevel=2)
             return
         self._before.put_back(*self._base_of())
         self._before = None
@@ -212,7 +212,10 @@ class LoraLinear(_OverCodes, lora.Linear):
         self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, *, merge_to: str, **others: Any
     ) -> None:
         if others.pop("parameter_name", None) is not None:
-            raise ValueError("peft: target_parameters names the weight of a linear; name the layer in target_modules.")
+            raise ValueError(
+                "peft: target_parameters contains the weight of a linear layer. Name the layer in target_modules "
+                "instead."
+            )
         self.merge_to: str = merge_to
         self._before, self._has_values = None, False
         super().__init__(base_layer, adapter_name, config=config, **others)
@@ -262,11 +265,13 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
         layer, name = self._base_of()
         if not takes_additions(layer):
             raise TypeError(
-                f"peft: {type(layer).__name__} multiplies by its experts in a method of its own, to whose products "
-                "nothing is added. Adapters go over experts of transformers that its use_experts_implementation makes."
+                f"peft: {type(layer).__name__} computes its experts in its own method, to which adapters can't be "
+                "added. Adapters are supported for experts of transformers with use_experts_implementation."
             )
         if is_dtensor(layer._parameters[name]):
-            raise TypeError(f"peft: {name} is spread over ranks; adapters are not. Add adapters before.")
+            raise TypeError(
+                f"peft: {name} is sharded over ranks, and adapters can't be. Add adapters before sharding."
+            )
         add_to_product(layer, name, self._added)
 
     def _base_of(self) -> tuple[Any, str]:
@@ -315,27 +320,27 @@ class ParamWrapper(_OverCodes, lora.ParamWrapper):
 def register(config: LoraConfig, *, merge_to: str = "codes") -> LoraConfig:
     """Configure PEFT to use this module's adapter layers for FP8 layers and experts.
 
-    PEFT's own layers can neither merge into codes nor compute DoRA's norms from codes. PEFT does not save this
-    setting: pass the configuration to ``PeftModel.from_pretrained`` too, as
+    PEFT's own layers can neither merge into FP8 weights nor compute the norms of DoRA from them. PEFT does not save
+    this setting, so pass the configuration to ``PeftModel.from_pretrained`` too:
     ``config=register(LoraConfig.from_pretrained(folder))``.
 
     Args:
-        config: The configuration, changed in place. ``target_modules`` names linears; ``target_parameters``
-            names stacked weights of experts.
-        merge_to: What merging turns a quantized weight into: ``"codes"``, by quantizing the merged values with the
-            same quantizers, or ``"values"``. A weight that is not quantized never becomes codes.
+        config: The configuration, modified in place. Use ``target_modules`` for linear layers and
+            ``target_parameters`` for stacked weights of experts.
+        merge_to: What a merge does to an FP8 weight. ``"codes"`` quantizes the merged weight with the same quantizers;
+            ``"values"`` leaves it in high precision. Other weights are never quantized by a merge.
 
     Returns:
         The configuration.
 
     Raises:
-        TypeError: ``config`` is no ``LoraConfig``.
+        TypeError: ``config`` is not a ``LoraConfig``.
         ValueError: ``merge_to`` is neither ``"codes"`` nor ``"values"``.
     """
     if not isinstance(config, LoraConfig):
-        raise TypeError(f"register: config is a {type(config).__name__}; it is a peft.LoraConfig.")
+        raise TypeError(f"register: `config` is a {type(config).__name__}; it must be a peft.LoraConfig.")
     if merge_to not in MERGE_TO:
-        raise ValueError(f"register: merge_to is {merge_to!r}; it is 'codes' or 'values'.")
+        raise ValueError(f"register: `merge_to` is {merge_to!r}; it must be 'codes' or 'values'.")
     makers: dict[Any, Any] = {
         Linear: partial(LoraLinear, merge_to=merge_to),
         ConvertedExperts: partial(ParamWrapper, merge_to=merge_to),

@@ -23,8 +23,8 @@ def _to_json(value: Any) -> Any:
     name = type(value).__name__
     if CLASSES.get(name) is not type(value):
         raise TypeError(
-            f"{name} can't be written to JSON, which holds recipes of {', '.join(CLASSES)}. Convert the model after "
-            "from_pretrained, by fp8compile.convert."
+            f"{name} can't be written as JSON; only recipes of {', '.join(CLASSES)} can. Convert the model with "
+            "fp8compile.convert after from_pretrained."
         )
     return {CLASS: name, **{each.name: _to_json(getattr(value, each.name)) for each in fields(value)}}
 
@@ -36,13 +36,13 @@ def _from_json(value: Any) -> Any:
         return value
     name = value.get(CLASS)
     if name not in CLASSES:
-        raise ValueError(f"a recipe in JSON has the class {name!r}; it is one of {', '.join(CLASSES)}.")
+        raise ValueError(f"a recipe in JSON has the class {name!r}; it must be one of {', '.join(CLASSES)}.")
     given = {key: _from_json(each) for key, each in value.items() if key != CLASS}
     known = [each.name for each in fields(CLASSES[name])]
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(
-            f"a {name} in JSON has the fields {', '.join(unknown)}, which the class does not have; it has "
-            f"{', '.join(known)}. Was it written by another version of fp8compile?"
+            f"a {name} in JSON has the unknown fields {', '.join(unknown)}; the class has {', '.join(known)}. Was "
+            "it written by another version of fp8compile?"
         )
     return CLASSES[name](**given)
 
@@ -51,7 +51,7 @@ def recipe_to_json(recipe: Any) -> Any:
     """Convert a recipe, or a mapping from name patterns to recipes, to JSON-serializable values.
 
     Raises:
-        TypeError: A quantizer is of another class than ``CurrentScaling``, ``DelayedScaling``, ``TwoLevelScaling``.
+        TypeError: A quantizer is not a ``CurrentScaling``, ``DelayedScaling`` or ``TwoLevelScaling``.
     """
     if isinstance(recipe, Mapping):  # a list, because the first pattern that matches decides, and files sort keys
         return [[name, recipe_to_json(each)] for name, each in recipe.items()]
@@ -59,7 +59,7 @@ def recipe_to_json(recipe: Any) -> Any:
 
 
 def recipe_from_json(given: Any) -> Any:
-    """Make a recipe, or a mapping to recipes, from the result of `recipe_to_json` or from a recipe's name.
+    """Create a recipe, or a mapping to recipes, from the result of `recipe_to_json` or from a recipe's name.
 
     Raises:
         ValueError: No recipe has this name, or a class or field is not known.

@@ -1,4 +1,4 @@
-"""FP8 with Hugging Face's Trainer: callbacks that convert or monitor, and an optimizer for codes.
+"""FP8 with the Hugging Face Trainer: callbacks to convert and monitor, and an optimizer for FP8 parameters.
 
 ```python
 import transformers
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from safetensors import safe_open
 from torch import nn
 from torch.optim import Optimizer
@@ -31,36 +30,34 @@ from fp8compile.integrations.accelerate import MasterWeights, converted, fsdp2_p
 from fp8compile.integrations.conversion import Conversion
 from fp8compile.integrations.loggers import finite
 from fp8compile.integrations.transformers_quantizer import F8Config
-from fp8compile.nn import Monitor, conversion_report
-from fp8compile.nn.assign_recipes import Recipes
-from fp8compile.nn.conversion_report import ConversionReport
+from fp8compile.monitor import Monitor
+from fp8compile.nn import conversion_report
+from fp8compile.nn.convertible.assign_recipes import Recipes
+from fp8compile.nn.report.conversion_report import ConversionReport
 
 __all__ = ["F8Callback", "F8Config", "MonitorCallback", "master_weights"]
 
 OPTIMIZER_IS_MADE = (
-    "F8Callback: the Trainer was given an optimizer, and the parameters that it updates are replaced: FSDP2 is told "
-    "to gather codes, or weights become codes. Leave out optimizers=, and pass optimizer_cls_and_kwargs=, from which "
-    "the Trainer makes an optimizer later; or take fsdp_float8_all_gather=False."
+    "F8Callback: the Trainer was given an optimizer, but its parameters are replaced, because FSDP2 all-gathers "
+    "FP8 weights or weights become FP8 parameters. Omit optimizers=, and pass optimizer_cls_and_kwargs=, from "
+    "which the Trainer creates an optimizer later; or use fsdp_float8_all_gather=False."
 )
 NOT_CONVERTED = (
-    "F8Callback: the model that is trained has nothing in FP8. The callback converts when the Trainer is made: pass "
-    "it as callbacks=[...], not by add_callback. With model_init= the Trainer makes another model when it trains: "
-    "convert in model_init, by fp8compile.convert, and leave the callback out."
-)
-FELL_BACK = (
-    "F8Callback: FSDP was asked for (args.fsdp), but accelerate runs {kind}: nothing is sharded, nothing travels as "
-    "codes. On CPUs accelerate shards only if it is told to, as examples/accelerate_on_cpu.py does."
+    "F8Callback: the model that is trained has no FP8 layers. The callback converts the model when the Trainer is "
+    "created, so pass it as callbacks=[...] instead of calling add_callback. With model_init=, the Trainer creates "
+    "another model when training starts: call fp8compile.convert in model_init, and omit the callback."
 )
 EXPERTS_ARE_LOST = (
-    "F8Callback: {folder} has the experts under other names than the model ({name}), and the Trainer loads no such "
-    "names when it resumes, converted or not. Unless you made the model by from_pretrained({folder!r}), its experts "
-    "are those of before: do that, and resume again."
+    "F8Callback: {folder} stores the experts under different names than the model ({name}), and the Trainer does not "
+    "load these names when it resumes, whether the model is converted or not. Unless the model was created by "
+    "from_pretrained({folder!r}), its experts are still the initial ones. Create it that way and resume again."
 )
 
 BEST_EXPERTS_ARE_LOST = (
-    "F8Callback: load_best_model_at_end loaded {folder}, which has the experts under other names than the model "
-    "({name}), and the Trainer loads no such names, converted or not: the model now has the experts of the last step "
-    "beside the other weights of the best one. Take the best model by from_pretrained({folder!r})."
+    "F8Callback: load_best_model_at_end loaded {folder}, which stores the experts under different names than the "
+    "model ({name}), and the Trainer does not load these names, whether the model is converted or not. The model "
+    "now has the experts of the last step and the other weights of the best one. Load the best model with "
+    "from_pretrained({folder!r})."
 )
 
 
@@ -83,23 +80,22 @@ def _lost_expert(model: nn.Module, report: ConversionReport, folder: Path) -> st
 
 
 class F8Callback(TrainerCallback):
-    """Converts the Trainer's model when the Trainer is made; prints a report when training begins.
+    """Converts the model when the Trainer is created, and prints a report when training begins.
 
-    `fp8compile.convert` converts the model. If accelerate shards by FSDP2 (``fsdp=True``, ``fsdp_version`` 2), FP8
-    weights are gathered as codes. Activation checkpointing by the training arguments or by ``fsdp_config`` is
-    detected.
+    The model is converted with `fp8compile.convert`. If accelerate uses FSDP2 (``fsdp=True``, ``fsdp_version`` 2),
+    weights are all-gathered in FP8. Activation checkpointing set in the training arguments or in ``fsdp_config`` is
+    detected automatically.
 
     Args:
-        recipe: The recipe, as `fp8compile.convert` takes it.
-        fsdp_float8_all_gather: Whether FSDP2 gathers FP8 weights as codes. Losses are bitwise equal either way.
-        print_report: Whether the first process prints the report.
+        recipe: The recipe, as for `fp8compile.convert`.
+        fsdp_float8_all_gather: Whether FSDP2 all-gathers weights in FP8. Losses are bit-identical either way.
+        print_report: Whether rank 0 prints the report.
         options: Other arguments of `fp8compile.convert`.
 
     Raises:
-        ValueError: The Trainer has an optimizer already and its parameters would be replaced; the run uses FSDP1 and
-            weights are to be gathered as codes; parameters are to be quantized and FSDP2 loads with
-            ``cpu_ram_efficient_loading``; training begins with a model that has nothing in FP8; or
-            `fp8compile.convert` refuses the model.
+        ValueError: The Trainer already has an optimizer whose parameters would be replaced; FP8 all-gather is
+            requested with FSDP1; ``quantized_parameters`` is combined with ``cpu_ram_efficient_loading`` of FSDP2; the
+            model has no FP8 layers when training begins; or `fp8compile.convert` raises it.
     """
 
     def __init__(
@@ -116,13 +112,11 @@ class F8Callback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Convert the model, before the Trainer makes an optimizer and accelerate shards the model."""
+        """Convert the model, before the Trainer creates an optimizer and accelerate shards the model."""
         run = AcceleratorState()
         replaces = self.conversion.replaces_parameters(sharded=fsdp2_plugin(run) is not None)
         if replaces and kwargs.get("optimizer") is not None:
             raise ValueError(OPTIMIZER_IS_MADE)
-        if args.fsdp and run.num_processes > 1 and run.distributed_type != DistributedType.FSDP:
-            warnings.warn(FELL_BACK.format(kind=run.distributed_type.value), stacklevel=2)
         converted(self.conversion, kwargs["model"], run, checkpointed=bool(args.activation_checkpointing))
 
     def on_train_begin(
@@ -144,7 +138,7 @@ class F8Callback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Warn if the Trainer has loaded the best checkpoint and some experts' names were not found in it."""
+        """Warn if the Trainer loaded the best checkpoint and it lacks some experts."""
         best = state.best_model_checkpoint
         if not (args.load_best_model_at_end and best and state.is_world_process_zero):
             return
@@ -167,36 +161,37 @@ class TrainersMasterWeights(MasterWeights):
 
 
 def master_weights(args: TrainingArguments, **options: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Wrap the optimizer class that ``args`` select, to keep master weights for quantized parameters.
+    """Wrap the optimizer class selected by ``args`` to keep master weights for FP8 parameters.
 
     Pass the result to a Trainer as ``optimizer_cls_and_kwargs``.
 
     Args:
-        args: Arguments of the Trainer. They name the optimizer (``args.optim``), its learning rate and its options.
+        args: The training arguments, which select the optimizer (``args.optim``), its learning rate and its options.
         options: Options of `fp8compile.MasterWeights`, such as ``rounding``.
 
     Returns:
-        The optimizer's class, and its keyword arguments.
+        The optimizer class and its keyword arguments.
 
     Raises:
-        TypeError: ``args.optim`` selects no optimizer class, or a class that takes the model in place of parameters.
+        TypeError: ``args.optim`` does not select an optimizer class, or selects a class that is created from the model
+            instead of its parameters.
     """
     optimizer, arguments = Trainer.get_optimizer_cls_and_kwargs(args)
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)) or "params" in arguments:
         raise TypeError(
-            f"master_weights: optim={args.optim!r} makes its optimizer of the model, and not of parameters. Take one "
-            "of torch.optim, such as optim='adamw_torch'."
+            f"master_weights: optim={args.optim!r} creates its optimizer from the model instead of parameters. Use "
+            "an optimizer of torch.optim, such as optim='adamw_torch'."
         )
     return TrainersMasterWeights, {**arguments, "optimizer": optimizer, **options}
 
 
 class MonitorCallback(TrainerCallback):
-    """Callback that logs readings of a `fp8compile.Monitor` with the Trainer's own loggers.
+    """Callback that logs the statistics of an `fp8compile.Monitor` with the Trainer's loggers.
 
-    Make the callback with the Trainer, and add it: ``trainer.add_callback(MonitorCallback(trainer, every=100))``.
+    Create the callback with the Trainer, then add it: ``trainer.add_callback(MonitorCallback(trainer, every=100))``.
 
     Args:
-        trainer: The Trainer; its model must be converted already, for example by `F8Callback`.
+        trainer: The Trainer. Its model must already be converted, for example by `F8Callback`.
         options: Arguments of `fp8compile.Monitor`, except the model.
     """
 
@@ -209,7 +204,7 @@ class MonitorCallback(TrainerCallback):
     ) -> None:
         """Attach a monitor to the model; its step count starts at the Trainer's current step.
 
-        This callback's monitor of a training that was interrupted is removed first.
+        A monitor that this callback left from an interrupted training is removed first.
         """
         if self.monitor is not None:
             self.monitor.remove()
@@ -230,6 +225,6 @@ class MonitorCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove the monitor; the model is then as it was without one."""
+        """Remove the monitor and restore the model."""
         if self.monitor is not None:
             self.monitor.remove()

@@ -19,9 +19,9 @@ from fp8compile.integrations.recipe_json import recipe_from_json, recipe_to_json
 from fp8compile.layout.four_bit_packing import packed_in_rows
 from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import convert
-from fp8compile.nn.codes_in_state import ENDS, PARTS
-from fp8compile.nn.convertible_layers import is_converted, layers, weight_names
-from fp8compile.nn.quantize_weights import check_weights, quantizers_of_sets
+from fp8compile.nn.convertible.convertible_layers import is_converted, layers, weight_names
+from fp8compile.nn.layer.codes_in_state import ENDS, PARTS
+from fp8compile.nn.weights.quantize_weights import check_weights, quantizers_of_sets
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import QuantizedParameter
 
@@ -33,22 +33,22 @@ OPTIONS = ("recipe", "filter", "quantized_parameters", "share_outer_scale")
 
 @register_quantization_config(METHOD)
 class F8Config(QuantizationConfigMixin):
-    """Options of ``from_pretrained(..., quantization_config=F8Config(...))``; saved in config.json.
+    """Configuration for ``from_pretrained(..., quantization_config=F8Config(...))``; saved in config.json.
 
     Args:
         recipe: A recipe, its name such as ``"rowwise"``, or a mapping from name patterns to recipes.
-        filter: Which layers to convert: name patterns as `fp8compile.convert` takes them. By default all layers except
+        filter: Which layers to convert: name patterns, as for `fp8compile.convert`. By default all layers except
             output embeddings and tied weights, which transformers keeps in high precision.
-        quantized_parameters: Whether weights are quantized one by one while they are loaded, and kept as codes.
-            Train codes by `fp8compile.integrations.transformers.master_weights`, or freeze them.
-        share_outer_scale: The argument of the same name of `fp8compile.convert`.
-        others: ``quant_method="fp8compile"``, which transformers reads in config.json; no other keyword.
+        quantized_parameters: Whether to quantize weights one by one while loading, and store them as FP8 parameters.
+            Train FP8 parameters with `fp8compile.integrations.transformers.master_weights`, or freeze them.
+        share_outer_scale: As for `fp8compile.convert`.
+        others: Only ``quant_method="fp8compile"`` is allowed, which transformers reads from config.json.
 
     Raises:
-        ValueError: No recipe has this name, a recipe read from JSON has an unknown class or field, a recipe has
-            delayed scaling, or quantized parameters are to share an outer scale.
-        TypeError: ``recipe`` is not a recipe, or has a quantizer of a class that JSON can't hold; or a keyword is no
-            option.
+        ValueError: The name of the recipe is unknown, a recipe read from JSON has an unknown class or field, a recipe
+            has delayed scaling, or ``share_outer_scale`` is combined with ``quantized_parameters``.
+        TypeError: ``recipe`` is not a recipe, or has a quantizer that can't be stored as JSON; or a keyword argument
+            is unknown.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class F8Config(QuantizationConfigMixin):
         if others := {name: value for name, value in others.items() if (name, value) != ("quant_method", METHOD)}:
             given = ", ".join(f"{name}={value!r}" for name, value in others.items())
             raise TypeError(
-                f"F8Config: given are {given}; the options are {', '.join(OPTIONS)}. For other arguments of "
-                "fp8compile.convert, load the model without F8Config and convert it; those of a recipe go into the "
-                "recipe's function, such as fp8compile.recipes.rowwise(cache_weights=True)."
+                f"F8Config: got {given}, but the options are {', '.join(OPTIONS)}. To pass other arguments of "
+                "fp8compile.convert, load the model without F8Config and convert it. Pass options of a recipe to "
+                "the recipe's function, such as fp8compile.recipes.rowwise(cache_weights=True)."
             )
         self.quant_method: Any = METHOD
         self.recipe: Any = recipe_from_json(recipe)
@@ -75,21 +75,21 @@ class F8Config(QuantizationConfigMixin):
         recipes = self.recipe.values() if isinstance(self.recipe, Mapping) else [self.recipe]
         for each in recipes:
             if not isinstance(each, Recipe):
-                raise TypeError(f"F8Config: recipe is {each!r}; it is a fp8compile.Recipe or the name of one.")
+                raise TypeError(f"F8Config: `recipe` is {each!r}; it must be a fp8compile.Recipe or the name of one.")
             if each.history():
                 raise ValueError(
-                    "F8Config: the recipe has delayed scaling, whose state no checkpoint in high precision has. Load "
-                    "the model, and convert it by fp8compile.convert."
+                    "F8Config: the recipe uses delayed scaling, but checkpoints in high precision do not contain "
+                    "its state. Load the model, and convert it with fp8compile.convert."
                 )
         if quantized_parameters and share_outer_scale:
             raise ValueError(
-                "F8Config: share_outer_scale, and quantized_parameters: each weight is quantized when it is read, "
-                "before the others are there. Leave one of them out."
+                "F8Config: share_outer_scale can't be combined with quantized_parameters, because each weight is "
+                "quantized as soon as it is read, before the others are available. Omit one of them."
             )
         recipe_to_json(self.recipe)  # raises now, and not when the model is saved
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as a JSON-serializable dict, as config.json stores them."""
+        """Return the options as a JSON-serializable dict, as stored in config.json."""
         return {**super().to_dict(), "recipe": recipe_to_json(self.recipe)}
 
     def __iter__(self) -> Any:
@@ -123,7 +123,10 @@ class _Codes(ConversionOps):
         for quantizer, end in zip(quantizers_of_sets(layer), ENDS, strict=False):
             codes, scale, outer = (found.get(f"{self.name}_{part}{end}") for part in PARTS)
             if codes is None or scale is None:
-                raise ValueError(f"{full_layer_name}: the folder has no {own}_codes{end} or no {own}_scale{end}")
+                raise ValueError(
+                    f"{full_layer_name}: the checkpoint has no {own}_codes{end} or no {own}_scale{end}. Load the "
+                    "complete folder that save_pretrained wrote."
+                )
             quantizer = packed_in_rows(quantizer, weight.shape)
             sets.append(Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer))
         parameter = QuantizedParameter.of_sets(sets, weight.dtype, batch=weight.ndim - 2)
@@ -155,7 +158,7 @@ def _layer_of(model: nn.Module, full_name: str) -> tuple[nn.Module, str, Tensor]
 
 @register_quantizer(METHOD)
 class F8Quantizer(HfQuantizer):
-    """Quantization method that transformers runs for a `F8Config`."""
+    """Quantization method that transformers uses for an `F8Config`."""
 
     quantization_config: F8Config
 
@@ -188,15 +191,15 @@ class F8Quantizer(HfQuantizer):
         return is_converted(layer) and own in weight_names(layer)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether the parameter ``param_name`` is quantized while it is loaded."""
+        """Whether the parameter ``param_name`` is quantized while loading."""
         return self._makes_codes(model, param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return the loading operation that quantizes a weight of the file."""
+        """Return the loading operation that quantizes a weight of the checkpoint."""
         return _Quantize()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Return a list: a conversion for each parameter that the file has as codes, then ``weight_conversions``."""
+        """Return a conversion for each parameter that is quantized in the checkpoint, then ``weight_conversions``."""
         if not self.pre_quantized or not self.quantization_config.quantized_parameters:
             return weight_conversions
         names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}
@@ -204,12 +207,12 @@ class F8Quantizer(HfQuantizer):
         return [*own, *weight_conversions]
 
     def is_serializable(self) -> bool:
-        """True, because `save_pretrained` can write the model, as values or as codes and scales."""
+        """True, because `save_pretrained` can save the model, quantized or in high precision."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True, because a model in FP8 can be trained."""
+        """True, because FP8 models can be trained."""
         return True
 
     @property
@@ -219,7 +222,7 @@ class F8Quantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """True, because a model in FP8 works under ``torch.compile``."""
+        """True, because FP8 models support ``torch.compile``."""
         return True
 
 

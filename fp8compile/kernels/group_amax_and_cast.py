@@ -7,30 +7,19 @@ results, but no access outside the tensors. Codes and scales have the bits of `C
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import Config
 
-from fp8compile.kernels.both_directions import (
-    FLOOR,
-    LIMIT_E4M3,
-    LIMIT_E5M2,
-    MANTISSA_BITS,
-    RCEIL,
-    TILE,
-    _encode,
-    _of_direction,
-    _power,
-    _scales,
-)
-from fp8compile.kernels.counts import add_counts, is_beyond, is_underflow
-from fp8compile.kernels.values import values, write
+from fp8compile.kernels.both_directions import TILE, _encode, _of_direction, _scales
+from fp8compile.kernels.launch import Launch
 from fp8compile.quantizers import CurrentScaling
+from fp8compile.target import Target, target_of
 
 __all__ = [
-    "AMAX_WARPS",
-    "CAST_WARPS",
+    "AMAX_CANDIDATES",
+    "CAST_CANDIDATES",
     "amax_constants",
     "amax_kernel",
     "amax_of_groups",
@@ -43,8 +32,8 @@ __all__ = [
 ]
 
 SEARCHED = tl.constexpr(32)  # groups that a loop step searches; one step for all groups would need too many registers
-AMAX_WARPS = 8
-CAST_WARPS = 16
+AMAX_CANDIDATES = tuple(Config({}, num_warps=warps) for warps in (8, 4))
+CAST_CANDIDATES = tuple(Config({}, num_warps=warps) for warps in (16, 8))
 
 
 @triton.jit
@@ -79,15 +68,16 @@ def amax_kernel(
     at = m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
     x = tl.load(x_ptr + at, is_token[:, None] & (k[None, :] < K), other=0.0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits_ptr = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # nonnegative floats order like their bits
     last = tl.minimum(_groups_ended(offsets_ptr, first + TILE - 1, E), E - 1)
     for group in range(_groups_ended(offsets_ptr, first, E), last + 1):
         start = tl.load(offsets_ptr + group - 1, group > 0, other=0)
         is_inside = (m >= start) & (m < tl.load(offsets_ptr + group))
         largest = tl.max(tl.where(is_inside[:, None], magnitude, 0), 0)
         if IS_WHOLE:
-            tl.atomic_max(amax_ptr + group, tl.max(largest, 0), sem="relaxed")
+            tl.atomic_max(bits_ptr + group, tl.max(largest, 0), sem="relaxed")
         else:
-            tl.atomic_max(amax_ptr + group * K + k, largest, k < K, sem="relaxed")
+            tl.atomic_max(bits_ptr + group * K + k, largest, k < K, sem="relaxed")
 
 
 @triton.jit
@@ -125,37 +115,11 @@ def _transposed(codes, is_token, first, k, K, C, TILE: tl.constexpr):
 
 
 @triton.jit
-def _count_units(
-    counts_ptr, direction: tl.constexpr, group, E, magnitude, codes, scale, is_token,
-    UNITS: tl.constexpr, IS_E4M3: tl.constexpr,
-):  # fmt: skip
-    """Update the statistics (amax, underflows, saturations) of groups with those of a tile's codes.
-
-    The tile has UNITS runs of columns; ``group`` has the group of each run, or E for none. ``magnitude`` has the
-    values' int32 bits, ``scale`` a float32 scale for each code.
-    """
-    split: tl.constexpr = (UNITS, magnitude.shape[0] * magnitude.shape[1] // UNITS)
-    magnitude = tl.where(is_token, magnitude, 0)
-    underflow = is_underflow(magnitude, codes, 0x7F).to(tl.int32)
-    beyond = is_beyond(magnitude, scale, LIMIT_E4M3 if IS_E4M3 else LIMIT_E5M2).to(tl.int32)
-    amax, underflow = tl.max(tl.reshape(magnitude, split), 1), tl.sum(tl.reshape(underflow, split), 1)
-    add_counts(counts_ptr, direction, group, E, amax, underflow, tl.sum(tl.reshape(beyond, split), 1), group < E)
-
-
-@triton.jit
-def _scale_of(multiplier, RULE: tl.constexpr):
-    """Return the scale that belongs to a multiplier (1 / scale), as float32; RULE is the scale rule's number."""
-    if RULE == RCEIL or RULE == FLOOR:
-        return _power(254 - (multiplier.to(tl.int32, bitcast=True) >> MANTISSA_BITS))
-    return (tl.full(multiplier.shape, 1.0, tl.float64) / multiplier.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
 def cast_kernel(
     x_ptr, offsets_ptr, multiplier_ptr, codes_ptr, R, K, E, C, stride_m, stride_k, multiplier_stride_m,
     multiplier_stride_k,
     TILE: tl.constexpr, ALIGN: tl.constexpr,
-    Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, counts_ptr=None,
+    Q_MAX: tl.constexpr, Q_E4M3: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Cast one tile of ``x``, (R, K), with the multipliers (1 / scale) of its groups, to transposed codes (K, C).
 
@@ -167,18 +131,13 @@ def cast_kernel(
     group, row, end = _units(offsets_ptr, first, E, ALIGN, UNITS)
     m, is_token = _rows(row, end, R, ALIGN, TILE)
     is_inside = is_token & (k < K)
-    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+    x = tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
     of_group = group.to(tl.int64)[:, None] * multiplier_stride_m + k * multiplier_stride_k
     multiplier = tl.load(multiplier_ptr + of_group, (group[:, None] < E) & (k < K), other=0.0)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (UNITS, ALIGN, TILE)), (TILE, TILE))
-    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3, ROUNDS_ONCE)
     at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
-    write(codes_ptr, at, column, codes, is_stored, C)
-    if counts_ptr is not None:
-        scales = tl.broadcast_to(_scale_of(multiplier, Q_RULE)[:, None, :], (UNITS, ALIGN, TILE))
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        scales = tl.reshape(scales, (TILE, TILE))
-        _count_units(counts_ptr, 0, group, E, magnitude, encoded, scales, is_token, UNITS, Q_E4M3)
+    tl.store(codes_ptr + at * C + column, codes, is_stored)
 
 
 @triton.jit
@@ -186,6 +145,7 @@ def quantize_kernel(
     x_ptr, offsets_ptr, codes_ptr, scales_ptr, R, K, E, C, stride_m, stride_k,
     TILE: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
     Q_MAX: tl.constexpr, Q_EXPONENT: tl.constexpr, Q_E4M3: tl.constexpr, Q_RULE: tl.constexpr, Q_EPS: tl.constexpr,
+    ROUNDS_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of ``x``, (R, K), in blocks of BLOCK tokens, to transposed codes (K, C).
 
@@ -197,16 +157,16 @@ def quantize_kernel(
     _, row, end = _units(offsets_ptr, first, E, ALIGN, TILE // ALIGN)
     m, is_token = _rows(row, end, R, ALIGN, TILE)
     is_inside = is_token & (k < K)
-    x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
+    x = tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.reshape(magnitude, (BLOCKS, BLOCK, TILE)), 1)
     multiplier, scale = _scales(amax, Q_MAX, Q_EXPONENT, Q_RULE, Q_EPS)
     spread = tl.reshape(tl.broadcast_to(multiplier[:, None, :], (BLOCKS, BLOCK, TILE)), (TILE, TILE))
     block = first // BLOCK + tl.arange(0, BLOCKS).to(tl.int64)[:, None]
     tl.store(scales_ptr + block * K + k, scale, (block * BLOCK < C) & (k < K))
-    encoded = _encode(x * spread, Q_MAX, Q_E4M3)
+    encoded = _encode(x * spread, Q_MAX, Q_E4M3, ROUNDS_ONCE)
     at, column, codes, is_stored = _transposed(encoded, is_token, first, k, K, C, TILE)
-    write(codes_ptr, at, column, codes, is_stored, C)
+    tl.store(codes_ptr + at * C + column, codes, is_stored)
 
 
 def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
@@ -214,66 +174,76 @@ def amax_constants(quantizer: CurrentScaling) -> dict[str, object]:
     return {"TILE": TILE, "IS_WHOLE": quantizer.block[1] == -1}
 
 
-def cast_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
+def cast_constants(quantizer: CurrentScaling, align: int, target: Target) -> dict[str, object]:
     """Return the compile-time constants of `cast_kernel`; groups start at multiples of ``align`` columns."""
-    fmt = _of_direction("Q", quantizer)
-    return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3", "Q_RULE")}
+    fmt = _of_direction("Q", quantizer, target)
+    return {"TILE": TILE, "ALIGN": align} | {name: fmt[name] for name in ("Q_MAX", "Q_E4M3", "ROUNDS_ONCE")}
 
 
-def quantize_constants(quantizer: CurrentScaling, align: int) -> dict[str, object]:
+def quantize_constants(quantizer: CurrentScaling, align: int, target: Target) -> dict[str, object]:
     """Return the compile-time constants of `quantize_kernel`; groups start at multiples of ``align`` columns."""
-    return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer)}
+    return {"TILE": TILE, "ALIGN": align, "BLOCK": quantizer.block[0], **_of_direction("Q", quantizer, target)}
 
 
-def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> None:
-    """Launch `amax_kernel`, which writes the amax of each of E groups of rows of ``x`` to ``amax``.
+def _of_tokens(x: Tensor, offsets: Tensor) -> dict[str, object]:
+    (rows, k), strides = x.shape, x.stride()
+    sizes = {"R": rows, "K": k, "E": offsets.shape[0], "stride_m": strides[0], "stride_k": strides[1]}
+    return {"x_ptr": x, "offsets_ptr": offsets, **sizes}
+
+
+def amax_of_groups(x: Tensor, offsets: Tensor, quantizer: CurrentScaling, amax: Tensor) -> Launch:
+    """Return the launch of `amax_kernel`, which writes the amax of each of E groups of rows of ``x`` to ``amax``.
 
     ``x`` is (R, K) with any strides and no size 0; ``offsets``, (E,) int32, are the ends of the groups. ``amax`` is
-    contiguous float32, zeros before the launch: (E, 1) for the block (-1, -1) of ``quantizer``, otherwise (E, K).
+    contiguous float32: (E, 1) for the block (-1, -1) of ``quantizer``, otherwise (E, K).
     """
-    (rows, k), groups = x.shape, offsets.shape[0]
-    constants = amax_constants(quantizer)
-    grid = (triton.cdiv(rows, TILE), triton.cdiv(k, TILE))
-    bits = amax.view(torch.int32)
-    amax_kernel[grid](x, offsets, bits, rows, k, groups, *x.stride(), **constants, num_warps=AMAX_WARPS)
+    return Launch(
+        kernel=amax_kernel,
+        grid=lambda _: (triton.cdiv(x.shape[0], TILE), triton.cdiv(x.shape[1], TILE)),
+        arguments=_of_tokens(x, offsets) | {"amax_ptr": amax} | amax_constants(quantizer),
+        writes=("amax_ptr",),
+        zeroed=("amax_ptr",),
+        candidates=AMAX_CANDIDATES,
+    )
 
 
 def cast_groups(
-    x: Tensor,
-    offsets: Tensor,
-    multiplier: Tensor,
-    quantizer: CurrentScaling,
-    align: int,
-    codes: Tensor,
-    counts: Tensor | None = None,
-) -> None:
-    """Launch `cast_kernel`, which casts groups of rows of ``x``, (R, K), to transposed ``codes``, (K, C).
+    x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor
+) -> Launch:
+    """Return the launch of `cast_kernel`: groups of rows of ``x``, (R, K), to transposed ``codes``, (K, C).
 
     ``offsets``, (E,) int32, are the ends of the groups. ``multiplier`` (1 / scale) is (E, K) or (E, 1). Each group
     begins at a multiple of ``align`` columns, a divisor of 128. ``codes`` is contiguous; ``x`` and ``multiplier`` have
-    any strides; no size is 0. The groups' statistics are added to ``counts`` (`fp8compile.ops.counting_kernels`), if
-    given.
+    any strides; no size is 0.
     """
-    (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
-    grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
-    cast_kernel[grid](
-        x, offsets, multiplier, codes, rows, k, groups, columns, *x.stride(), *multiplier.expand(groups, k).stride(),
-        **cast_constants(quantizer, align), counts_ptr=counts, num_warps=CAST_WARPS,
-    )  # fmt: skip
+    k, columns = codes.shape
+    strides = multiplier.expand(offsets.shape[0], k).stride()
+    named = {"C": columns, "multiplier_stride_m": strides[0], "multiplier_stride_k": strides[1]}
+    pointers = {"multiplier_ptr": multiplier, "codes_ptr": codes}
+    return Launch(
+        kernel=cast_kernel,
+        grid=lambda _: (triton.cdiv(columns, TILE), triton.cdiv(k, TILE)),
+        arguments=_of_tokens(x, offsets) | pointers | named | cast_constants(quantizer, align, target_of(x.device)),
+        writes=("codes_ptr",),
+        candidates=CAST_CANDIDATES,
+    )
 
 
 def quantize_groups(
     x: Tensor, offsets: Tensor, quantizer: CurrentScaling, align: int, codes: Tensor, scale: Tensor
-) -> None:
-    """Launch `quantize_kernel`, which writes transposed ``codes``, (K, C), and ``scale``, (C / n, K), for ``x``.
+) -> Launch:
+    """Return the launch of `quantize_kernel`: transposed ``codes``, (K, C), and ``scale``, (C / n, K), of ``x``.
 
     ``x`` is (R, K); ``offsets``, (E,) int32, are the ends of its groups of rows. Blocks are (n, 1), n a divisor of
     128. Each group begins at a multiple of ``align`` columns, a divisor of 128 and a multiple of n. Results are
     contiguous; no size is 0.
     """
-    (rows, k), groups, columns = x.shape, offsets.shape[0], codes.shape[1]
-    grid = (triton.cdiv(columns, TILE), triton.cdiv(k, TILE))
-    constants = quantize_constants(quantizer, align)
-    quantize_kernel[grid](
-        x, offsets, codes, scale, rows, k, groups, columns, *x.stride(), **constants, num_warps=CAST_WARPS
+    k, columns = codes.shape
+    pointers = {"codes_ptr": codes, "scales_ptr": scale, "C": columns}
+    return Launch(
+        kernel=quantize_kernel,
+        grid=lambda _: (triton.cdiv(columns, TILE), triton.cdiv(k, TILE)),
+        arguments=_of_tokens(x, offsets) | pointers | quantize_constants(quantizer, align, target_of(x.device)),
+        writes=("codes_ptr", "scales_ptr"),
+        candidates=CAST_CANDIDATES,
     )

@@ -13,36 +13,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import Config
 
-from fp8compile.inductor import TileKernel, TileLaunch
-from fp8compile.kernels.counts import add_counts
 from fp8compile.kernels.group_amax_and_cast import SEARCHED, _sizes
+from fp8compile.kernels.launch import Launch
 from fp8compile.kernels.quantize_two_levels import (
+    CANDIDATES,
     COLUMNS,
     GROUPS,
-    WARPS,
-    _counted,
-    _counted_columns,
+    OUTPUTS,
     _magnitude,
-    _nonzero_codes,
     _outer,
     _outer_scale,
     _packed_columns,
     _packed_rows,
     _place_in_tiles,
     _sum,
+    _words,
     constants,
 )
-from fp8compile.kernels.values import values
 from fp8compile.quantizers import TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
 from fp8compile.target import Target, target_of
 
 __all__ = [
-    "AMAXES",
-    "AMAX_WARPS",
-    "WARPS",
+    "AMAX_CANDIDATES",
     "amax_constants",
     "amaxes_kernel",
     "amaxes_of_groups",
@@ -51,11 +47,11 @@ __all__ = [
     "codes_of_groups",
 ]
 
-AMAX_WARPS = 4  # loads are then 8 bytes of bfloat16; with 8 warps and a transform ptxas spills registers
+# loads are then 8 bytes of bfloat16; with 8 warps and a transform ptxas spills registers
+AMAX_CANDIDATES = (Config({}, num_warps=4),)
 
 SIXTEEN, TILE = tl.constexpr(GROUP), tl.constexpr(TILE_ROWS)
 BLOCKS_OF_TILE = tl.constexpr(TILE_BLOCKS)
-TILE_BYTES = tl.constexpr(TILE_ROWS * TILE_BLOCKS)
 
 
 @triton.jit
@@ -107,20 +103,21 @@ def amaxes_kernel(
     """Update the amaxes of E groups, (2, E), with one tile of ``x``, (R, K), atomically.
 
     Row 0 is for codes along rows (HAS_ROWS), and has amaxes of values. Row 1 is for codes along tokens (HAS_COLUMNS),
-    and has amaxes of Hadamard sums with C_TRANSFORM, else of values. A tile has GROUPS * 16 tokens and COLUMNS
-    features. Bit i of C_NEGATIVE is 1 if the transform's sign i is negative.
+    and has amaxes of Hadamard sums with C_TRANSFORM, else of values. Without offsets, all rows are one group. A tile
+    has GROUPS * 16 tokens and COLUMNS features. Bit i of C_NEGATIVE is 1 if the transform's sign i is negative.
     """
     column = tl.program_id(0) * (GROUPS * SIXTEEN)
-    group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
-    end = _end(offsets_ptr, group, R, E)
+    group, first, start, end = 0, 0, 0, R
+    if offsets_ptr is not None:
+        group, first, start, _ = _group_of(offsets_ptr, column // TILE, E)
+        end = _end(offsets_ptr, group, R, E)
     k = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     row = start + column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN
     xs = ()
     for i in tl.static_range(SIXTEEN):
         m = (row + i).to(tl.int64)[:, None]
         is_inside = (row + i < end)[:, None] & (k < K)
-        x = values(x_ptr, m, k, is_inside, stride_m, stride_k)
-        xs += (x,)
+        xs += (tl.load(x_ptr + m * stride_m + k * stride_k, is_inside, other=0.0).to(tl.float32),)
     bits_ptr = amaxes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)  # nonnegative floats order like their bits
     if HAS_ROWS:
         largest = tl.zeros((GROUPS, COLUMNS), tl.int32)
@@ -148,7 +145,7 @@ def _along_tokens(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
     TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile in blocks of sixteen tokens; store codes and scales transposed, and also return them.
+    """Quantize a tile in blocks of sixteen tokens; store codes and scales transposed.
 
     The tile's group begins at tile ``first`` and has ``size`` tokens; ``size`` is -1 if the tile is in no group. Codes
     and scales are 0 where ``is_block`` is False.
@@ -161,14 +158,14 @@ def _along_tokens(
     scale = tl.where(is_block[:, None] & (k < K)[None, :], scale, 0).to(tl.uint8)
     unit = column // SIXTEEN + tl.arange(0, GROUPS)
     is_column = column < C
-    tl.store(codes_ptr + k[:, None] * (C // SIXTEEN) + unit[None, :], tl.trans(packed), (k < K)[:, None] & is_column)
+    at = _words(codes_ptr) + k[:, None] * (C // SIXTEEN) + unit[None, :]
+    tl.store(at, tl.trans(packed), (k < K)[:, None] & is_column)
     # all tiles of a group are contiguous, over all features; each tile after the last group counts as its own group
     is_own = size >= 0
     first, tiles = tl.where(is_own, first, tile), tl.where(is_own, tl.maximum(tl.cdiv(size, TILE), 1), 1)
     before = first.to(tl.int64) * BLOCKS * tl.cdiv(K, TILE) * TILE
     place = _place_in_tiles(k[:, None], unit[None, :] - first * BLOCKS, tiles * BLOCKS)
     tl.store(scales_ptr + before + place, tl.trans(scale), is_column & (k >= 0)[:, None])
-    return packed, scale
 
 
 @triton.jit
@@ -181,7 +178,6 @@ def _along_rows(
     ``x`` has the values at rows ``m`` and columns ``k``, ``outer`` is from `_outer`. Rows from ``end`` on are not
     stored. If ``is_group`` is False, the tile belongs to no group, and its codes and scales are 0. ``inside`` has the
     rows' positions in their group, ``scale_row`` their rows among the scales, ``is_tile`` whether scales are stored.
-    Returns values, codes and scale of each block.
     """
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (GROUPS, BLOCKS, SIXTEEN)
@@ -189,25 +185,23 @@ def _along_rows(
     packed, scale = _packed_rows(x, position, outer, IS_TE, ROUNDING, SEED)
     words = tl.cdiv(K, 2 * SIXTEEN) * 2  # number of 64-bit words of a row, even so that rows are multiples of 16 bytes
     block, is_row = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), m < end
-    at = codes_ptr + m.to(tl.int64)[:, None] * words + block[None, :]
+    at = _words(codes_ptr) + m.to(tl.int64)[:, None] * words + block[None, :]
     tl.store(at, tl.where(is_group, packed, 0), is_row[:, None] & (block < words)[None, :])
     has_scale = is_row[:, None] & (block * SIXTEEN < K)[None, :] & is_group
     is_tile = is_tile & (block < tl.cdiv(words, BLOCKS_OF_TILE) * BLOCKS_OF_TILE)[None, :]
     place = _place_in_tiles(scale_row.to(tl.int64)[:, None], block[None, :], words)
     tl.store(scales_ptr + place, tl.where(has_scale, scale, 0).to(tl.uint8), is_tile)
-    return x, packed, scale
 
 
 @triton.jit
 def codes_kernel(
-    x_ptr, offsets_ptr, row_amax_ptr, column_amax_ptr,
+    x_ptr, offsets_ptr, amaxes_ptr,
     rows_ptr, row_scales_ptr, row_outer_ptr, columns_ptr, column_scales_ptr, column_outer_ptr,
     R, K, E, C, stride_m, stride_k,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
     HAS_ROWS: tl.constexpr, R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr,
     C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
-    counts_ptr=None,
 ):  # fmt: skip
     """Quantize one tile of ``x``, (R, K), along rows (HAS_ROWS) and along tokens (HAS_COLUMNS).
 
@@ -220,6 +214,7 @@ def codes_kernel(
     group, first, start, empty = _group_of(offsets_ptr, tile, E)
     end = _end(offsets_ptr, group, R, E)
     is_group, amax_at = group < E, tl.minimum(group, E - 1)
+    row_amax_ptr, column_amax_ptr = amaxes_ptr, amaxes_ptr + E
     k = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column - first * TILE + tl.arange(0, GROUPS) * SIXTEEN  # positions in the group
     row = start + inside
@@ -227,14 +222,10 @@ def codes_kernel(
         outer = _outer(tl.load(column_amax_ptr + amax_at), IS_TE)
         size = tl.where(is_group, tl.maximum(end - start, 0), -1)
         xs = _sixteen(x_ptr, row, end, k, K, stride_m, stride_k, is_group)
-        packed, scale = _along_tokens(
+        _along_tokens(
             xs, columns_ptr, column_scales_ptr, outer, column, tile, first, size, inside, (row < end) & is_group,
             k, K, C, GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
         )  # fmt: skip
-        if counts_ptr is not None:
-            outer_scale = _outer_scale(tl.load(column_amax_ptr + amax_at), IS_TE)
-            of_columns = _counted_columns(xs, packed, scale, outer_scale, C_TRANSFORM, C_NEGATIVE)
-            add_counts(counts_ptr, 1, group, E, of_columns[0], of_columns[1], of_columns[2], is_group)
     if HAS_ROWS:
         row_outer = _outer(tl.load(row_amax_ptr + amax_at), IS_TE)
         # scales along rows have no tile for a group without tokens; its program fills one of the tiles left at the end
@@ -242,22 +233,14 @@ def codes_kernel(
         scale_tile = tl.where(is_empty, C // TILE - 1 - empty, tile - empty)
         scale_row = scale_tile * TILE + column % TILE + tl.arange(0, GROUPS) * SIXTEEN
         is_tile = (column < C) & (scale_tile >= 0)
-        amax, underflow, beyond = 0, 0, 0
         for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
             m = row + i
             at = x_ptr + m.to(tl.int64)[:, None] * stride_m + k[None, :] * stride_k
             x = tl.load(at, (m < end)[:, None] & (k < K)[None, :] & is_group, other=0.0).to(tl.float32)
-            blocks, row_codes, row_scale = _along_rows(
+            _along_rows(
                 x, rows_ptr, row_scales_ptr, row_outer, m, end, is_group, inside + i, scale_row + i, is_tile, k, K,
                 GROUPS, COLUMNS, IS_TE, R_ROUNDING, R_SEED,
             )  # fmt: skip
-            if counts_ptr is not None:
-                outer_scale = _outer_scale(tl.load(row_amax_ptr + amax_at), IS_TE)
-                of_row, nonzero, too_large = _counted(blocks, row_scale[:, :, None], outer_scale)
-                amax, beyond = tl.maximum(amax, of_row), beyond + too_large
-                underflow += nonzero - tl.sum(_nonzero_codes(row_codes))
-        if counts_ptr is not None:
-            add_counts(counts_ptr, 0, group, E, amax, underflow, beyond, is_group)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         if HAS_ROWS:
             _store_outer_scales(row_amax_ptr, row_outer_ptr, E, IS_TE)
@@ -288,28 +271,25 @@ def _grid(rows: int, columns: int, groups: int) -> tuple[int, int]:
     return tiles * (TILE_ROWS // (GROUPS * GROUP)), triton.cdiv(columns, COLUMNS)
 
 
-AMAXES = TileKernel(
-    amaxes_kernel,
-    inputs=("offsets_ptr",),
-    outputs=("amaxes_ptr",),
-    sizes=("R", "K", "E"),
-    tile=("GROUPS", "COLUMNS"),
-    added_to=("amaxes_ptr",),
-    writes=False,
-)
-
-
 def amaxes_of_groups(
-    x: Tensor, offsets: Tensor, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None
-) -> TileLaunch:
-    """Return the launch of `amaxes_kernel`, which computes two amaxes of each of E groups of rows.
+    x: Tensor, offsets: Tensor | None, rows: TwoLevelScaling | None, columns: TwoLevelScaling | None, amaxes: Tensor
+) -> Launch:
+    """Return the launch of `amaxes_kernel`, which computes two amaxes of each of E groups of rows, or of all rows.
 
-    Call the launch with ``x`` (no size 0), ``offsets`` and the result, (2, E) float32, which must be zeros before the
-    launch. Row 0 is for codes along rows, row 1 for codes along tokens; without a quantizer, a row stays zeros.
+    ``amaxes`` is (2, E) float32: row 0 is for codes along rows, row 1 for codes along tokens; without a quantizer, a
+    row is zeros. ``x`` has no size 0.
     """
-    (r, k), groups = x.shape, offsets.shape[0]
-    chosen = amax_constants(rows, columns, target_of(x.device))
-    return TileLaunch(AMAXES, (*_grid(r, k, groups), 1), {"R": r, "K": k, "E": groups}, chosen, AMAX_WARPS)
+    (r, k), groups = x.shape, 1 if offsets is None else offsets.shape[0]
+    sizes = {"R": r, "K": k, "E": groups, "stride_m": x.stride(0), "stride_k": x.stride(1)}
+    pointers = {"x_ptr": x, "offsets_ptr": offsets, "amaxes_ptr": amaxes}
+    return Launch(
+        kernel=amaxes_kernel,
+        grid=lambda _: _grid(r, k, groups),
+        arguments=pointers | sizes | amax_constants(rows, columns, target_of(x.device)),
+        writes=("amaxes_ptr",),
+        zeroed=("amaxes_ptr",),
+        candidates=AMAX_CANDIDATES,
+    )
 
 
 def codes_of_groups(
@@ -319,18 +299,23 @@ def codes_of_groups(
     rows: TwoLevelScaling | None,
     columns: TwoLevelScaling | None,
     outputs: tuple[Tensor, ...],
-    counts: Tensor | None = None,
-) -> None:
-    """Launch `codes_kernel`, which writes codes, tiled scales and outer scales of E groups of rows.
+) -> Launch:
+    """Return the launch of `codes_kernel`, which writes codes, tiled scales and outer scales of E groups of rows.
 
     ``offsets`` are the ends of the groups of ``x``; ``amaxes``, (2, E), is the result of `amaxes_kernel`. ``outputs``
-    receive the results of `fp8compile.ops.groups.group_quantize_two_levels`, contiguous, codes as int64; nothing is
-    written for a quantizer that is None. The groups' statistics are added to ``counts``
-    (`fp8compile.ops.counting_kernels`), if given.
+    receive the results of `fp8compile.ops.groups.group_quantize_two_levels`; nothing is written for a quantizer that
+    is None.
     """
     (r, k), groups = x.shape, offsets.shape[0]
-    width = (r // TILE_ROWS + groups) * TILE_ROWS
-    chosen = code_constants(rows, columns, target_of(x.device))
-    codes_kernel[_grid(r, k, groups)](
-        x, offsets, *amaxes, *outputs, r, k, groups, width, *x.stride(), **chosen, counts_ptr=counts, num_warps=WARPS
+    names = tuple(f"{side}_ptr" for side in OUTPUTS)
+    sizes = {"R": r, "K": k, "E": groups, "C": (r // TILE_ROWS + groups) * TILE_ROWS}
+    strides = {"stride_m": x.stride(0), "stride_k": x.stride(1)}
+    pointers = {"x_ptr": x, "offsets_ptr": offsets, "amaxes_ptr": amaxes, **dict(zip(names, outputs, strict=True))}
+    wanted = (*[rows] * 3, *[columns] * 3)
+    return Launch(
+        kernel=codes_kernel,
+        grid=lambda _: _grid(r, k, groups),
+        arguments=pointers | sizes | strides | code_constants(rows, columns, target_of(x.device)),
+        writes=tuple(name for name, quantizer in zip(names, wanted, strict=True) if quantizer is not None),
+        candidates=CANDIDATES,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import Config
 
 from fp8compile.formats import (
     E2M1,
@@ -20,10 +21,9 @@ from fp8compile.formats import (
     FLOAT32_MANTISSA_BITS,
     FLOAT32_MAX,
     FLOAT32_NAN,
-    limit_of,
 )
 from fp8compile.kernels.both_directions import _encode, _float
-from fp8compile.kernels.counts import is_beyond, store_counts
+from fp8compile.kernels.launch import Launch
 from fp8compile.kernels.programs import PACKED_COLUMNS, PACKED_ROWS, packed_programs
 from fp8compile.kernels.stochastic_cvt import BY_HASH, BY_INSTRUCTION, _four_codes, _in_fours, rounding_of
 from fp8compile.quantizers import TwoLevelScaling
@@ -32,15 +32,16 @@ from fp8compile.quantizers.stochastic_rounding import FRACTION_BITS, SEED_STEP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS
 from fp8compile.target import Target, target_of
 
-__all__ = ["WARPS", "both_packed", "both_packed_kernel", "constants"]
+__all__ = ["CANDIDATES", "OUTPUTS", "both_packed", "both_packed_kernel", "constants"]
 
 GROUPS, COLUMNS = PACKED_ROWS // GROUP, PACKED_COLUMNS  # a program has 4 groups of 16 rows, and 128 columns
-WARPS = 8
+CANDIDATES = (Config({}, num_warps=8),)
+# names of the pointers that a kernel writes to, without "_ptr"
+OUTPUTS = ("rows", "row_scales", "row_outer", "columns", "column_scales", "column_outer")
 
 SIXTEEN = tl.constexpr(GROUP)
 MASK, NAN_BITS = tl.constexpr(0xFFFFFFFF), tl.constexpr(FLOAT32_NAN)
 LARGEST_CODE = tl.constexpr(E2M1.max)
-LIMIT = tl.constexpr(limit_of(E2M1))
 LARGEST_SCALE = tl.constexpr(E4M3.max)
 LARGEST = tl.constexpr(FLOAT32_MAX)
 SIXTH = tl.constexpr(float.fromhex("0x1.555556p-3"))  # 1 / 6 in float32
@@ -107,11 +108,13 @@ def _scales(amax, outer, IS_TE: tl.constexpr):
     """Compute multipliers (1 / scale) and e4m3 scales from blocks' amaxes, as `quantizers/two_level_rules.py` does."""
     first, second = outer
     if IS_TE:
-        scale = _encode(amax * first, LARGEST_SCALE, IS_E4M3=True)
+        scale = _encode(amax * first, LARGEST_SCALE, IS_E4M3=True, ROUNDS_ONCE=False)
         multiplier = _at_most(_inverse(_decoded(scale) * second), LARGEST)
     else:
         scaled = _quotient(_quotient(amax, tl.full(amax.shape, LARGEST_CODE, tl.float32)), first)
-        scale = _encode(tl.where(scaled < SMALLEST_SCALE, SMALLEST_SCALE, scaled), LARGEST_SCALE, IS_E4M3=True)
+        scale = _encode(
+            tl.where(scaled < SMALLEST_SCALE, SMALLEST_SCALE, scaled), LARGEST_SCALE, IS_E4M3=True, ROUNDS_ONCE=False
+        )
         multiplier = _quotient(second, _decoded(scale))
     return multiplier, scale
 
@@ -236,31 +239,8 @@ def _packed_rows(x, position, outer, IS_TE: tl.constexpr, ROUNDING: tl.constexpr
 
 
 @triton.jit
-def _nonzero_codes(packed):
-    """Count the codes other than +0 and -0 among the sixteen codes in each int64 of ``packed``."""
-    codes = packed.to(tl.uint64, bitcast=True) & 0x7777777777777777
-    found = ((codes + 0x7777777777777777) >> 3) & 0x1111111111111111
-    found = (found & 0x0F0F0F0F0F0F0F0F) + ((found >> 4) & 0x0F0F0F0F0F0F0F0F)
-    return ((found * 0x0101010101010101) >> 56).to(tl.int32)
-
-
-@triton.jit
-def _counted(x, scale, outer_scale):
-    """Return a tile's amax (int32 bits), how many of its values are neither 0 nor NaN, and how many saturate."""
-    magnitude = _magnitude(x)
-    is_value = (magnitude != 0) & (magnitude <= EXPONENT_MASK)  # the code of a NaN is 0, which is no underflow
-    beyond = is_beyond(magnitude, _decoded(scale) * outer_scale, LIMIT)
-    return tl.max(magnitude), tl.sum(is_value.to(tl.int32)), tl.sum(beyond.to(tl.int32))
-
-
-@triton.jit
-def _counted_columns(xs, packed, scale, outer_scale, TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr):
-    """Return the amax, underflows and saturations of blocks that `_packed_columns` made of sixteen rows ``xs``."""
-    amax, nonzero, beyond = 0, 0, 0
-    for j in tl.static_range(SIXTEEN):
-        of_row, has, too_large = _counted(_sum(xs, j, TRANSFORM, NEGATIVE), scale, outer_scale)
-        amax, nonzero, beyond = tl.maximum(amax, of_row), nonzero + has, beyond + too_large
-    return amax, nonzero - tl.sum(_nonzero_codes(packed)), beyond
+def _words(codes_ptr):
+    return codes_ptr.to(tl.pointer_type(tl.int64), bitcast=True)  # of sixteen codes
 
 
 @triton.jit
@@ -268,16 +248,15 @@ def _quantized_rows(
     x, m, k, M, K, codes_ptr, scales_ptr, outer,
     COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
 ):  # fmt: skip
-    """Quantize rows ``m`` in blocks of 16, store codes and scales, and return each block's values, codes and scale."""
+    """Quantize rows ``m`` in blocks of 16, and store codes and scales."""
     BLOCKS: tl.constexpr = COLUMNS // SIXTEEN
     split: tl.constexpr = (x.shape[0], BLOCKS, SIXTEEN)
     x, position = tl.reshape(x, split), tl.reshape(m[:, None] * K + k[None, :], split)
     packed, scale = _packed_rows(x, position, outer, IS_TE, ROUNDING, SEED)
     block, blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS), K // SIXTEEN
     is_inside = (m[:, None] < M) & (block[None, :] < blocks)
-    tl.store(codes_ptr + m[:, None] * blocks + block[None, :], packed, is_inside)
+    tl.store(_words(codes_ptr) + m[:, None] * blocks + block[None, :], packed, is_inside)
     _store_scales(scales_ptr, scale, m[:, None], block[None, :], M, blocks)
-    return x, packed, scale
 
 
 @triton.jit
@@ -322,19 +301,16 @@ def _packed_columns(
 def _columns(
     xs, group, k, M, K, codes_ptr, scales_ptr, outer,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr, ROUNDING: tl.constexpr, SEED: tl.constexpr,
-    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr, counts_ptr, outer_scale,
+    TRANSFORM: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize with `_packed_columns`; store codes and scales transposed and, with ``counts_ptr``, statistics."""
+    """Quantize with `_packed_columns`; store codes and scales transposed."""
     packed, scale = _packed_columns(
         xs, group * SIXTEEN, k, K, outer, GROUPS, COLUMNS, IS_TE, ROUNDING, SEED, TRANSFORM, NEGATIVE
     )
     groups = M // SIXTEEN
     is_inside = (k[:, None] < K) & (group[None, :] < groups)
-    tl.store(codes_ptr + k[:, None] * groups + group[None, :], tl.trans(packed), is_inside)
+    tl.store(_words(codes_ptr) + k[:, None] * groups + group[None, :], tl.trans(packed), is_inside)
     _store_scales(scales_ptr, tl.trans(scale), k[:, None], group[None, :], K, groups)
-    if counts_ptr is not None:
-        amax, underflow, beyond = _counted_columns(xs, packed, scale, outer_scale, TRANSFORM, NEGATIVE)
-        store_counts(counts_ptr, 1, amax, underflow, beyond)
 
 
 @triton.jit
@@ -344,7 +320,6 @@ def both_packed_kernel(
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, IS_TE: tl.constexpr,
     R_ROUNDING: tl.constexpr, R_SEED: tl.constexpr,
     C_ROUNDING: tl.constexpr, C_SEED: tl.constexpr, C_TRANSFORM: tl.constexpr, C_NEGATIVE: tl.constexpr,
-    counts_ptr=None,
 ):  # fmt: skip
     """Quantize one tile of an (M, K) matrix along rows and along columns; M and K are multiples of 16.
 
@@ -362,24 +337,16 @@ def both_packed_kernel(
     _columns(
         xs, group, k, M, K, columns_ptr, column_scales_ptr, _outer(column_amax, IS_TE),
         GROUPS, COLUMNS, IS_TE, C_ROUNDING, C_SEED, C_TRANSFORM, C_NEGATIVE,
-        counts_ptr, _outer_scale(column_amax, IS_TE),
     )  # fmt: skip
 
     row_amax = tl.load(row_amax_ptr)
     outer = _outer(row_amax, IS_TE)
-    amax, underflow, beyond = 0, 0, 0
     for i in range(SIXTEEN):  # not unrolled: loads hit the cache, and the code is sixteen times shorter
         x = tl.load(at + i * K, is_inside, other=0.0).to(tl.float32)
-        blocks, packed, scale = _quantized_rows(
+        _quantized_rows(
             x, group * SIXTEEN + i, k, M, K, rows_ptr, row_scales_ptr, outer,
             COLUMNS, IS_TE, R_ROUNDING, R_SEED,
         )  # fmt: skip
-        if counts_ptr is not None:
-            of_row, nonzero, too_large = _counted(blocks, scale[:, :, None], _outer_scale(row_amax, IS_TE))
-            amax, beyond = tl.maximum(amax, of_row), beyond + too_large
-            underflow += nonzero - tl.sum(_nonzero_codes(packed))
-    if counts_ptr is not None:
-        store_counts(counts_ptr, 0, amax, underflow, beyond)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(row_outer_ptr, _outer_scale(row_amax, IS_TE))
         tl.store(column_outer_ptr, _outer_scale(column_amax, IS_TE))
@@ -406,17 +373,20 @@ def both_packed(
     rows: TwoLevelScaling,
     columns: TwoLevelScaling,
     outputs: tuple[Tensor, ...],
-    counts: Tensor | None = None,
-) -> None:
-    """Launch `both_packed_kernel`, which quantizes ``x`` in blocks (1, 16) and (16, 1).
+) -> Launch:
+    """Return the launch of `both_packed_kernel`, which quantizes ``x`` in blocks (1, 16) and (16, 1).
 
     Sizes of ``x`` are multiples of 16, and not 0. ``outer_amaxes`` are the whole tensor's amaxes for codes along rows
     and along columns; they differ if columns get a Hadamard transform. ``outputs`` are codes, tiled scales and outer
-    scale along rows, then the same along columns; contiguous, codes as int64. ``counts`` receives statistics along
-    rows and columns (`fp8compile.ops.counting_kernels`), if given.
+    scale along rows, then the same along columns.
     """
-    m, k = x.shape
-    chosen = constants(rows, columns, target_of(x.device))
-    both_packed_kernel[packed_programs(x.shape)](
-        x, *outer_amaxes, *outputs, m, k, **chosen, counts_ptr=counts, num_warps=WARPS
+    names = tuple(f"{side}_ptr" for side in OUTPUTS)
+    pointers = {"x_ptr": x, "row_amax_ptr": outer_amaxes[0], "column_amax_ptr": outer_amaxes[1]}
+    sizes = {"M": x.shape[0], "K": x.shape[1], **constants(rows, columns, target_of(x.device))}
+    return Launch(
+        kernel=both_packed_kernel,
+        grid=lambda _: packed_programs(x.shape),
+        arguments=pointers | dict(zip(names, outputs, strict=True)) | sizes,
+        writes=names,
+        candidates=CANDIDATES,
     )

@@ -28,7 +28,7 @@ class TensorLayout:
     # outer scale. If it is 0, all leading dims together are the rows of one matrix.
     batch: int = 0
     # ends of the groups of rows, (E,) int32; None if all rows are one group
-    ends: Tensor | None = field(default=None, compare=False)
+    offs: Tensor | None = field(default=None, compare=False)
 
 
 WHOLE = TensorLayout()
@@ -44,7 +44,7 @@ class Plain:
 
     @property
     def cuts(self) -> Sharding:
-        """How the whole tensor is sharded: for each group of ranks, a `DimSharding` or None."""
+        """How the full tensor is sharded: for each group of ranks, a `DimSharding` or None."""
         return self.layout.cuts
 
     @property
@@ -67,26 +67,24 @@ class Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A quantized operand of a GEMM: codes and scales, the quantizer that made them, and their layout.
+    """A quantized operand of a GEMM: data and scales, the quantizer that produced them, and their layout.
 
     If the tensor is sharded, the fields are those of this rank's shard. E is the number of stacked matrices (weights
     of experts), or of groups of rows (tokens of experts).
 
     Attributes:
-        codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Codes
-            with blocks along the tokens of groups are (features, C), with C tokens, padding of each group included
+        codes: uint8, ``quantizer.codes_shape`` of the matrix (M, K), or of each matrix of a stack (E, N, K). Data with
+            blocks along the tokens of groups is (features, C), with C tokens including the padding of each group
             (`fp8compile.ops.groups.padding`).
-        scale: A scale for each block, as a 2-D grid; with one more dim for a stack. It is 1-D if written in tiles
-            (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups: (C /
-            block, features), or (E, features) or (E, 1) if each group is one block.
+        scale: One scale per block, as a 2-D grid; with one more dim for a stack. It is 1-D if written in tiles
+            (`scale_layouts.tiled`) for a GEMM that reads tiles. With blocks along the tokens of groups: (C / block,
+            features), or (E, features) or (E, 1) if each group is one block.
         quantizer: Quantizer of one matrix, or of one group's rows; its block counts rows and columns of ``codes``.
-        outer_scale: Second level of scales, float32: (1,) for a matrix, (E,) for a stack or for groups; None if the
-            quantizer has one level.
+        outer_scale: Global scale, float32: (1,) for a matrix, (E,) for a stack or for groups; None if the quantizer
+            has one level of scales.
         layout: How the operand is divided into matrices, groups of rows and shards.
-        has_scales_of_whole: (rows, columns): for each side, whether ``scale`` has the whole tensor's grid, because
-            shards end inside of blocks along this side.
-        counts: Statistics (amax, underflows, saturations) of a kernel that counts: (3, programs) int32, or
-            (3, E) int64 for groups; see `fp8compile.ops.counting_kernels`. Else None.
+        has_scales_of_whole: (rows, columns): for each dim, whether ``scale`` has the grid of the full tensor, because
+            shards end inside of blocks along this dim.
     """
 
     codes: Tensor
@@ -95,11 +93,10 @@ class Quantized:
     outer_scale: Tensor | None = None
     layout: TensorLayout = WHOLE
     has_scales_of_whole: tuple[bool, bool] = (False, False)
-    counts: Tensor | None = None
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The block scales and, if there are two levels, the outer scale."""
+        """The block scales and, if there are two levels, the global scale."""
         return (self.scale,) if self.outer_scale is None else (self.scale, self.outer_scale)
 
     @property
@@ -109,12 +106,12 @@ class Quantized:
 
     @property
     def cuts(self) -> Sharding:
-        """How the whole tensor is sharded: for each group of ranks, a `DimSharding` or None."""
+        """How the full tensor is sharded: for each group of ranks, a `DimSharding` or None."""
         return self.layout.cuts
 
     @property
     def ndim(self) -> int:
-        """Number of dims of the codes."""
+        """Number of dims of ``codes``."""
         return self.codes.ndim
 
     @property
@@ -135,7 +132,7 @@ class Quantized:
         return untiled(self.scale, columns, rows // self.quantizer.block[0]).t()
 
     def t(self) -> Quantized:
-        """Return an unsharded operand with each matrix transposed, as views; ``counts`` is left out."""
+        """Return an unsharded operand with each matrix transposed, as views."""
         codes, scale = self.codes, self.scale
         is_matrix = codes.ndim == 2
         return Quantized(
@@ -147,16 +144,16 @@ class Quantized:
         )
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return codes, block scales and, if there are two levels, the outer scale."""
+        """Return data, block scales and, if there are two levels, the global scale."""
         return self.codes, *self.scales
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Quantized:
-        """Return a copy with ``change`` applied to codes, block scales and outer scale."""
+        """Return a copy with ``change`` applied to data, block scales and global scale."""
         outer = None if self.outer_scale is None else change(self.outer_scale)
         return replace(self, codes=change(self.codes), scale=change(self.scale), outer_scale=outer)
 
     def showing(self, codes: Tensor, scale: Tensor | None = None, **others: Any) -> Quantized:
-        """Return a copy with other codes and, if given, other scales; ``others`` replace further fields.
+        """Return a copy with other data and, if given, other scales; ``others`` replace further fields.
 
         Scales that are not replaced are aliases of this operand's scales.
         """
@@ -171,7 +168,7 @@ class Quantized:
         return self.quantizer.scale_values(self.scale)
 
     def with_cuts(self, cuts: Sharding) -> Quantized:
-        """Return the same codes and scales with ``cuts`` as their sharding."""
+        """Return the same data and scales with ``cuts`` as their sharding."""
         return replace(self, layout=replace(self.layout, cuts=cuts))
 
 
@@ -185,7 +182,7 @@ def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlock
         The operand. Then, for rows and for columns, the `AxisBlocks` whose ``extract`` removes the padding from a
         result; None for a side without padding.
     """
-    is_whole = part.layout.ends is not None and not any(part.has_scales_of_whole)
+    is_whole = part.layout.offs is not None and not any(part.has_scales_of_whole)
     if not part.cuts or is_whole:
         return part, None, None
     codes, grid, batch = part.codes, part.scale, part.layout.batch
@@ -200,6 +197,6 @@ def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlock
         if part.has_scales_of_whole[index] and side.groups:
             codes, grid = side.embed(codes, dim), side.window(grid, dim)
             windows[index] = side
-    layout = TensorLayout((), batch, part.layout.ends)
+    layout = TensorLayout((), batch, part.layout.offs)
     found = Quantized(codes=codes, scale=grid, quantizer=part.quantizer, outer_scale=part.outer_scale, layout=layout)
     return found, windows[0], windows[1]

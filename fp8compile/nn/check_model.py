@@ -14,4 +14,4 @@ Model = TypeVar("Model", bound=nn.Module)
 def check_model(function: str, model: object) -> None:
     """Raise a TypeError that names ``function``, the caller, unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model is a {type(model).__name__}; it is a torch.nn.Module.")
+        raise TypeError(f"{function}: `model` is a {type(model).__name__}; it must be a torch.nn.Module.")

@@ -13,16 +13,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
+from fp8compile.inductor import PARTITIONERS
 from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.made_classes import MadeClass, made_class
-from fp8compile.saved_tensors import SavedAsCodes, partitioner
+
+if TYPE_CHECKING:
+    from fp8compile.saved_tensors import SavedAsCodes
 
 __all__ = ["compile", "repeated_blocks"]
 
@@ -38,32 +41,33 @@ def compile(
     saved: SavedAsCodes | None = None,
     **options: Any,
 ) -> Model:
-    """Compile a model as one graph, and each kind of repeated block once.
+    """Compile a model as a single graph, in which each kind of repeated block is compiled only once.
 
-    The blocks' forwards become regions, which are compiled separately. Each block's class is replaced in place by a
-    subclass of the same name. Parameters, state dict, hooks, copies, pickles and results in eager mode stay the same.
+    The forward of each block becomes a separately compiled region. The class of each block is replaced in place with a
+    subclass of the same name. Parameters, state dict, hooks, copies, pickles and eager results do not change.
 
     Args:
         model: Any module, whether `convert` has converted it or not.
-        blocks: Modules of the model that are alike, such as ``model.model.layers``; no block contains another one.
-            ``()``, for no blocks, is plain ``torch.compile``. By default those that `repeated_blocks` finds.
+        blocks: Modules of the model with the same structure, such as ``model.model.layers``. Blocks must not be
+            nested. By default, the blocks that `repeated_blocks` finds. Pass ``()`` to use plain ``torch.compile``.
         fullgraph: Passed to ``torch.compile``, whose own default is False.
-        saved: Which tensors the forward saves as codes for the backward, inside of blocks too; None for none.
+        saved: Which tensors saved for the backward are quantized, including those inside of blocks; None for none.
         **options: Other options of ``torch.compile``. With ``dynamic=True`` sizes may vary, but a new value of a
-            float, such as a module's attribute, compiles another graph.
+            float, such as an attribute of a module, recompiles.
 
     Returns:
-        The module that ``torch.compile`` returns, an ``OptimizedModule``, with the attributes of ``model``. For type
-        checkers it has the type of ``model``.
+        The ``OptimizedModule`` that ``torch.compile`` returns, with the attributes of ``model``. Type checkers see the
+        type of ``model``.
 
     Raises:
-        TypeError: The model or a block is not a module, or ``saved`` is no `SavedAsCodes`.
-        ValueError: A block is not a part of the model, is inside another block, or can't be compiled separately: its
-            forward is set on the instance, or PyTorch does not accept its parameters or buffers as arguments. Or
-            ``saved`` is given with another backend than Inductor, or with options that have a partitioner.
+        TypeError: The model or a block is not a module, or ``saved`` is not a `SavedAsCodes`.
+        ValueError: A block is not part of the model, is nested in another block, or can't be compiled separately,
+            because its forward is set on the instance or because PyTorch does not accept its parameters or buffers as
+            arguments. Or ``saved`` is given with a backend other than Inductor, or with options that set a
+            partitioner.
 
     Warns:
-        UserWarning: Some repeated blocks can't be compiled separately, and are inlined.
+        UserWarning: Some repeated blocks can't be compiled separately and are inlined.
     """
     check_model("compile", model)
     if saved is not None:
@@ -84,18 +88,19 @@ def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str,
 
     Raises a ValueError if the backend is not Inductor, or if the options have a partitioner already.
     """
-    if not isinstance(saved, SavedAsCodes):
-        raise TypeError(f"compile: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or None.")
+    partitioner = PARTITIONERS.get(type(saved))
+    if partitioner is None:
+        raise TypeError(f"compile: `saved` is {saved!r}; it must be a fp8compile.SavedAsCodes, or None.")
     if (backend := options.get("backend", "inductor")) != "inductor":
         raise ValueError(
-            f"compile: saved is a choice of Inductor's partitioner, and the backend is {backend!r}. Leave backend "
-            "out, or call the compiled model in fp8compile.saved_as_codes(...), which any backend takes."
+            f"compile: `saved` chooses Inductor's partitioner, but the backend is {backend!r}. Omit backend, or "
+            "call the compiled model inside fp8compile.saved_as_codes(...), which works with any backend."
         )
     own = dict(options.get("options") or {})
     if own.get("custom_partitioner_fn") is not None:
         raise ValueError(
-            "compile: saved is given, and options have custom_partitioner_fn: Inductor takes one partitioner. Leave "
-            "one of them out."
+            "compile: `saved` can't be combined with the option custom_partitioner_fn, because Inductor uses only "
+            "one partitioner. Omit one of them."
         )
     if (mode := options.get("mode")) is not None:  # torch.compile takes either a mode or options
         from torch._inductor import list_mode_options
@@ -108,8 +113,9 @@ def _with_partitioner(options: dict[str, Any], saved: SavedAsCodes) -> dict[str,
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks of a model, by name.
 
-    A repeated block has children, and is in a ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that has
-    another module of the same class. It is itself none of these three. Of nested ones, only the outermost counts.
+    A repeated block has children, and is in an ``nn.ModuleList``, ``nn.Sequential`` or ``nn.ModuleDict`` that contains
+    another module of the same class. It is not itself one of these three containers. If blocks are nested, only the
+    outermost ones are returned.
 
     Args:
         model: Any module.
@@ -137,8 +143,8 @@ def _found(model: nn.Module) -> list[nn.Module]:
     if reasons:
         name, reason = next(iter(reasons.items()))
         warnings.warn(
-            f"compile: {len(reasons)} of {len(blocks)} repeated blocks are inlined, and each is compiled by itself: "
-            f"block {name!r} {reason}. Pass blocks=() if that is meant.",
+            f"compile: {len(reasons)} of {len(blocks)} repeated blocks can't be compiled as a shared region: block "
+            f"{name!r} {reason}. Pass blocks=() to inline them all, so that each is compiled separately.",
             stacklevel=3,
         )
     return [block for name, block in blocks.items() if name not in reasons]
@@ -147,11 +153,11 @@ def _found(model: nn.Module) -> list[nn.Module]:
 def _why_no_region(block: nn.Module) -> str | None:
     """Return why a block can't be compiled as a region, as text after "block 'name'"; None if it can."""
     if "forward" in vars(block):
-        return "has a forward of its own instance, which stands before that of its class"
+        return "has a forward replaced on the instance, which is called instead of the forward of its class"
     tensors = itertools.chain(block.named_parameters(), block.named_buffers())
     other = next(((name, each) for name, each in tensors if type(each) not in PLAIN), None)
     if other is not None:
-        return f"has {other[0]}, a {type(other[1]).__name__}, and PyTorch passes only plain tensors to a region"
+        return f"has {other[0]}, a {type(other[1]).__name__}, but PyTorch passes only plain tensors to a region"
     return None
 
 
@@ -159,17 +165,17 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     names = {module: name for name, module in model.named_modules()}
     for block in blocks:
         if not isinstance(block, nn.Module):
-            raise TypeError(f"compile: blocks has a {type(block).__name__}; it is modules of the model.")
+            raise TypeError(f"compile: `blocks` contains a {type(block).__name__}; it must be modules of the model.")
         if block not in names:
-            raise ValueError(f"compile: blocks has a {type(block).__name__} that is no part of the model.")
+            raise ValueError(f"compile: `blocks` contains a {type(block).__name__} that is not in the model.")
         if (reason := _why_no_region(block)) is not None:
             raise ValueError(
-                f"compile: block {names[block]!r} {reason}: it can't be a region. Leave it out of blocks."
+                f"compile: block {names[block]!r} {reason}, so it can't be a region. Remove it from `blocks`."
             )
         for part in block.modules():
             if part is not block and part in blocks:
                 inner, outer = names[part], names[block]
-                raise ValueError(f"compile: block {inner!r} is inside of block {outer!r}; give one of the two.")
+                raise ValueError(f"compile: block {inner!r} is inside block {outer!r}. Pass only one of the two.")
     return blocks
 
 

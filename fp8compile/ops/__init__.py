@@ -5,6 +5,11 @@ from fp8compile.ops.cast import cast, cast_again
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.exchange.dispatch import combine, dispatch
 from fp8compile.ops.exchange.exchange_rows import exchange_rows
+from fp8compile.ops.gemms.grouped.grouped_blockwise_mm import grouped_blockwise_mm
+from fp8compile.ops.gemms.grouped.grouped_mm import group_sum, grouped_mm
+from fp8compile.ops.gemms.grouped.grouped_nvfp4_mm import grouped_nvfp4_mm
+from fp8compile.ops.gemms.grouped.scaled_grouped_mm import scaled_grouped_mm
+from fp8compile.ops.gemms.scaled_mm import scaled_mm
 from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
@@ -14,48 +19,15 @@ from fp8compile.ops.groups.group_quantize_both import group_quantize_both
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
 from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
-from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
-from fp8compile.ops.groups.grouped_mm import group_sum, grouped_mm
-from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
-from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.inductor_hints import after, realize, snapshot, store
+from fp8compile.ops.layer.delayed_linear import delayed_linear
 from fp8compile.ops.layer.flop_formulas import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_amaxes_together, fsdp_tokens
 from fp8compile.ops.layer.fsdp_gather_high_precision import fsdp_gather, fsdp_reduce
-from fp8compile.ops.layer.layer_ops import (
-    GEMM_OPS,
-    LAYER_OPS,
-    delayed_grad_input,
-    delayed_grad_weight,
-    delayed_linear,
-    fsdp_delayed_linear,
-    fsdp_grad_input,
-    fsdp_grad_weight,
-    fsdp_grouped_grad_input,
-    fsdp_grouped_grad_weight,
-    fsdp_grouped_linear,
-    fsdp_linear,
-    grad_input,
-    grad_weight,
-    grad_weight_of_codes,
-    grouped_grad_input,
-    grouped_grad_weight,
-    grouped_linear,
-    kept_input,
-    known_codes_grad_input,
-    known_codes_grouped_grad_input,
-    known_codes_grouped_linear,
-    known_codes_linear,
-    linear,
-    sharded_grad_input,
-    sharded_grad_weight,
-    sharded_grouped_grad_input,
-    sharded_grouped_grad_weight,
-    sharded_grouped_linear,
-    sharded_linear,
-    shared_scale_linear,
-)
+from fp8compile.ops.layer.gemm_ops import GEMM_OPS, LAYER_OPS
+from fp8compile.ops.layer.layer_ops import grad_input, grad_weight, linear
+from fp8compile.ops.layer.layer_sharding import UNSHARDED
 from fp8compile.ops.layer.make_weight_codes import weight_codes
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
@@ -65,7 +37,6 @@ from fp8compile.ops.quantize_two_levels import quantize_two_levels
 from fp8compile.ops.quantize_weight import quantize_weight
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
 from fp8compile.ops.scale import scale
-from fp8compile.ops.scaled_mm import scaled_mm
 from fp8compile.ops.scatter_sum import scatter_sum
 from fp8compile.ops.straight_through import straight_through
 
@@ -74,6 +45,7 @@ __all__ = [
     "FOUR_BIT_PRODUCTS",
     "GEMM_OPS",
     "LAYER_OPS",
+    "UNSHARDED",
     "OPS",
     "Op",
     "after",
@@ -83,27 +55,17 @@ __all__ = [
     "checked_offsets",
     "combine",
     "decompositions",
-    "delayed_grad_input",
-    "delayed_grad_weight",
     "delayed_linear",
     "dequantize",
     "dispatch",
     "exchange_rows",
     "fsdp_amax",
     "fsdp_amaxes_together",
-    "fsdp_delayed_linear",
     "fsdp_gather",
-    "fsdp_grad_input",
-    "fsdp_grad_weight",
-    "fsdp_grouped_grad_input",
-    "fsdp_grouped_grad_weight",
-    "fsdp_grouped_linear",
-    "fsdp_linear",
     "fsdp_reduce",
     "fsdp_tokens",
     "grad_input",
     "grad_weight",
-    "grad_weight_of_codes",
     "group_amax",
     "group_cast",
     "group_outer_amaxes",
@@ -114,16 +76,8 @@ __all__ = [
     "group_sum",
     "group_two_levels",
     "grouped_blockwise_mm",
-    "grouped_grad_input",
-    "grouped_grad_weight",
-    "grouped_linear",
     "grouped_mm",
     "grouped_nvfp4_mm",
-    "kept_input",
-    "known_codes_grad_input",
-    "known_codes_grouped_grad_input",
-    "known_codes_grouped_linear",
-    "known_codes_linear",
     "linear",
     "nvfp4_mm",
     "outer_amax",
@@ -137,13 +91,6 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "scatter_sum",
-    "sharded_grad_input",
-    "sharded_grad_weight",
-    "sharded_grouped_grad_input",
-    "sharded_grouped_grad_weight",
-    "sharded_grouped_linear",
-    "sharded_linear",
-    "shared_scale_linear",
     "snapshot",
     "store",
     "straight_through",

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fp8compile import inductor
+from fp8compile._compat import OpOverload
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding_rules import along_every_dim
 

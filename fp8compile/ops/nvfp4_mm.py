@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fp8compile import inductor
+from fp8compile._compat import OpOverload
 from fp8compile.formats import E2M1, E4M3, pack, unpack
 from fp8compile.ops.registry import register_op
 from fp8compile.scale_layouts import tiled, untiled
@@ -90,4 +90,4 @@ nvfp4_mm: OpOverload = register_op(
     sharding=None,  # operands are laid out for one GPU
     samples=_samples,
 )
-inductor.register_fallback(nvfp4_mm, contiguous=True)
+inductor.register_fallback(nvfp4_mm, contiguous=-1)

@@ -1,7 +1,7 @@
-"""fp8compile::outer_amaxes: copy a matrix, and compute its amax with and without a Hadamard transform.
+"""fp8compile::outer_amaxes: a matrix's amax with and without a Hadamard transform.
 
 Codes with two levels of scales first need the amax of the whole tensor, so the tensor is read twice; this op is the
-first read. On a GPU it is one Inductor kernel, which also computes the matrix, such as an activation.
+first read. On a GPU it is one Triton kernel.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from fp8compile import inductor
+from fp8compile._compat import OpOverload, guard_or_false
 from fp8compile.ops import samples
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
-from fp8compile.quantizers.hadamard import GROUP, factors
 
 __all__ = ["outer_amax_of_values", "outer_amaxes"]
 
@@ -27,29 +25,25 @@ def outer_amax_of_values(x: Tensor, quantizer: Quantizer) -> Tensor:
     return quantizer.outer_amax(quantizer.amax(x))
 
 
-def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    of_rows, of_columns = (outer_amax_of_values(x, each).clone() for each in (rows, columns))
-    return x.clone(memory_format=torch.contiguous_format), of_rows, of_columns
-
-
-def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a contiguous copy of the matrix, and its amax, (1,) float32, for each quantizer.
+def _step_by_step(x: Tensor, rows: Quantizer, columns: Quantizer) -> Tensor:
+    """Return the amaxes for both quantizers, (2,) float32.
 
     Blocks are (1, 16) and (16, 1). Only ``columns`` may have a transform. On a GPU, callers must pass a multiple of 16
     rows.
     """
-    return _step_by_step(x, rows, columns)
+    return torch.cat([outer_amax_of_values(x, each) for each in (rows, columns)])
 
 
-def _fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    one = (1,)
-    return x.new_empty(x.shape), x.new_empty(one, dtype=torch.float32), x.new_empty(one, dtype=torch.float32)
+def _fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> Tensor:
+    return x.new_empty((2,), dtype=torch.float32)
 
 
-def _lower(x: Any, rows: TwoLevelScaling, columns: TwoLevelScaling) -> tuple[Any, Any, Any]:
-    kinds = [None, factors(columns.hadamard)] if columns.hadamard else [None]
-    whole, largest = inductor.lower_largest_of_sums(x, GROUP, kinds)
-    return whole, largest[0], largest[-1]
+def _launch(results: tuple[Tensor, ...], x: Tensor, rows: Any, columns: Any) -> Any:
+    if guard_or_false(x.numel() == 0):
+        return None
+    from fp8compile.kernels.group_quantize_two_levels import amaxes_of_groups
+
+    return amaxes_of_groups(x, None, rows, columns, *results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -63,6 +57,5 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 # no sharding rule: ranks run the single steps instead, and reduce outer amaxes between them
 outer_amaxes: OpOverload = register_kernel_op(
-    "fp8compile::outer_amaxes", _kernel, _step_by_step, fake=_fake, samples=_samples
+    "fp8compile::outer_amaxes", _step_by_step, fake=_fake, launch=_launch, samples=_samples
 )
-inductor.register_lowering(outer_amaxes, _lower)

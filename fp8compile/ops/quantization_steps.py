@@ -92,14 +92,14 @@ def cast(
 def outer_amax(amax: Tensor, quantizer: Quantizer) -> Tensor:
     """Compute the amax of the whole tensor, (1,) float32, from the amaxes of its blocks."""
     found = quantizer.outer_amax(amax)
-    found = returned(found, quantizer, "outer_amax", ONE, torch.float32, "of the whole tensor")
+    found = returned(found, quantizer, "outer_amax", ONE, torch.float32, "of the full tensor")
     return found.clone() if found is amax or found._is_view() else found
 
 
 def outer_scale(outer_amax: Tensor, quantizer: Quantizer) -> Tensor:
     """Compute the scale of the whole tensor, (1,) float32."""
     found = quantizer.outer_scale(outer_amax)
-    return returned(found, quantizer, "outer_scale", ONE, torch.float32, "of the whole tensor")
+    return returned(found, quantizer, "outer_scale", ONE, torch.float32, "of the full tensor")
 
 
 def block_scale(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) -> Tensor:

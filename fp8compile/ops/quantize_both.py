@@ -12,21 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from fp8compile import _compat, inductor
-from fp8compile.kernels.programs import TILE, num_tile_programs
+from fp8compile._compat import OpOverload
+from fp8compile.kernels.programs import TILE
 from fp8compile.ops import samples
-from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.quantization_steps import Steps
 from fp8compile.ops.quantize_columns import cast_along_columns, empty_columns, is_along_columns
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.ops.traced_steps import OPS_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.target import target_of
 
-__all__ = ["along_rows", "empty_outputs", "is_pair", "quantize_both", "quantize_both_counted", "two_casts"]
+__all__ = ["along_rows", "empty_outputs", "is_pair", "quantize_both", "two_casts"]
 
 LARGEST_BLOCK = TILE
 
@@ -75,39 +72,10 @@ def two_casts(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, T
     return torch.stack(codes), torch.stack([each.t() for each in scales], dim=1).movedim(0, -1), *along_columns
 
 
-def _launch(x: Tensor, rows: Any, columns: Any, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    outputs = empty_outputs(x, rows, columns)
-    if not _compat.guard_or_false(x.numel() == 0):
-        from fp8compile.kernels.both_directions import both_directions
+def _launch(results: tuple[Tensor, ...], x: Tensor, rows: Any, columns: Any) -> Any:
+    from fp8compile.kernels.both_directions import both_directions
 
-        codes, scale, column_codes, column_scale = outputs
-        laid_out = codes, scale.movedim(-1, 0), column_codes.transpose(-2, -1), column_scale
-        both_directions(x.contiguous(), rows, columns, laid_out, counts)
-    return outputs
-
-
-def _kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return two_casts(x, rows, columns) if target_of(x.device).type == "cpu" else _launch(x, rows, columns, None)
-
-
-# ---------------------------------------------------------------------------------- with counts
-
-
-def _counted_fake(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return *empty_outputs(x, rows, columns), empty_counts(x, 2, num_tile_programs(x.shape))
-
-
-def _counted_steps(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    codes, scale, column_codes, column_scale = found = two_casts(x, rows, columns)
-    each = (codes, scale, rows), (column_codes, column_scale, columns)
-    return *found, counts_of_steps([counts_of_blocks(x, *own) for own in each], num_tile_programs(x.shape))
-
-
-def _counted_kernel(x: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if target_of(x.device).type == "cpu":
-        return _counted_steps(x, rows, columns)
-    counts = empty_counts(x, 2, num_tile_programs(x.shape))
-    return *_launch(x, rows, columns, counts), counts
+    return both_directions(x, rows, columns, results)
 
 
 def _sharding(x: Tensor, rows: Quantizer, columns: Quantizer) -> list[Split]:
@@ -131,14 +99,5 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 
 quantize_both: OpOverload = register_kernel_op(
-    "fp8compile::quantize_both", _kernel, two_casts, fake=empty_outputs, sharding=_sharding, samples=_samples
+    "fp8compile::quantize_both", two_casts, fake=empty_outputs, launch=_launch, sharding=_sharding, samples=_samples
 )
-quantize_both_counted: OpOverload = register_kernel_op(
-    "fp8compile::quantize_both_counted",
-    _counted_kernel,
-    _counted_steps,
-    fake=_counted_fake,
-    samples=lambda: (args for args in _samples() if args[0].ndim == 2),  # stacks are not counted
-)
-for op in (quantize_both, quantize_both_counted):
-    inductor.register_fallback(op)

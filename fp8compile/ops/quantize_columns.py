@@ -12,26 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from fp8compile import _compat, inductor
-from fp8compile.kernels.programs import TILE, num_tile_programs
+from fp8compile._compat import OpOverload
+from fp8compile.kernels.programs import TILE
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
-from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
 from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.target import target_of
 
 __all__ = [
     "cast_along_columns",
     "empty_columns",
     "is_along_columns",
     "quantize_columns",
-    "quantize_columns_counted",
 ]
 
 
@@ -62,38 +58,10 @@ def cast_along_columns(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]
     return cast(x, multiplier, quantizer).t().contiguous().t(), found
 
 
-def _launch(x: Tensor, quantizer: Any, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    codes, found = empty_columns(x, quantizer)
-    if not _compat.guard_or_false(x.numel() == 0):
-        from fp8compile.kernels.both_directions import along_columns
+def _launch(results: tuple[Tensor, ...], x: Tensor, quantizer: Any) -> Any:
+    from fp8compile.kernels.both_directions import both_directions
 
-        along_columns(x.contiguous(), quantizer, (codes.transpose(-2, -1), found), counts)
-    return codes, found
-
-
-def _kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    return cast_along_columns(x, quantizer) if target_of(x.device).type == "cpu" else _launch(x, quantizer, None)
-
-
-# ---------------------------------------------------------------------------------- with counts
-
-
-def _counted_fake(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    return *empty_columns(x, quantizer), empty_counts(x, 1, num_tile_programs(x.shape))
-
-
-def _counted_steps(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    codes, found = cast_along_columns(x, quantizer)
-    stack = (x, codes, found) if x.ndim == 3 else (x[None], codes[None], found[None])
-    each = [counts_of_blocks(*own, quantizer) for own in zip(*stack, strict=True)]
-    return codes, found, torch.cat([counts_of_steps([one], num_tile_programs(stack[0][0].shape)) for one in each], -1)
-
-
-def _counted_kernel(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    if target_of(x.device).type == "cpu":
-        return _counted_steps(x, quantizer)
-    counts = empty_counts(x, 1, num_tile_programs(x.shape))
-    return *_launch(x, quantizer, counts), counts
+    return both_directions(x, None, quantizer, (None, None, *results))
 
 
 def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
@@ -115,14 +83,9 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 quantize_columns: OpOverload = register_kernel_op(
     "fp8compile::quantize_columns",
-    _kernel,
     cast_along_columns,
     fake=empty_columns,
+    launch=_launch,
     sharding=_sharding,
     samples=_samples,
 )
-quantize_columns_counted: OpOverload = register_kernel_op(
-    "fp8compile::quantize_columns_counted", _counted_kernel, _counted_steps, fake=_counted_fake, samples=_samples
-)
-for op in (quantize_columns, quantize_columns_counted):
-    inductor.register_fallback(op)

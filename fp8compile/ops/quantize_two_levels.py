@@ -6,32 +6,23 @@ first code is computed (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from fp8compile import _compat, inductor
-from fp8compile.formats import unpack
-from fp8compile.kernels.programs import packed_programs
-from fp8compile.layout.four_bit_packing import packed_dim
-from fp8compile.ops.counting_kernels import counts_of, counts_of_steps, empty_counts
+from fp8compile import _compat
+from fp8compile._compat import OpOverload
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
-from fp8compile.quantizers.blocks import expand_blocks
-from fp8compile.quantizers.hadamard import GROUP, random_hadamard
+from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import tiled, tiles_numel
-from fp8compile.target import target_of
 
 __all__ = [
     "by_outer_amax",
-    "counts_of_direction",
     "is_packed_pair",
     "quantize_two_levels",
-    "quantize_two_levels_counted",
 ]
 
 Cast = tuple[Tensor, Tensor, Tensor]  # codes, scales of blocks, outer scale
@@ -81,28 +72,7 @@ def _laid_out(found: Cast, quantizer: Quantizer) -> Cast:
     return codes.t().contiguous().t(), tiled(scale.t()).reshape(-1), outer
 
 
-def _step_by_step(x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer) -> Outputs:
-    along_rows, along_columns = by_outer_amax(x, row_amax, rows), by_outer_amax(x, column_amax, columns)
-    return *_laid_out(along_rows, rows), *_laid_out(along_columns, columns)
-
-
-def _launch(
-    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Any, columns: Any, counts: Tensor | None
-) -> Outputs:
-    from fp8compile.kernels.quantize_two_levels import both_packed
-
-    outputs = _empty_outputs(x, row_amax, column_amax, rows, columns)
-    codes, scale, outer, column_codes, *others = outputs
-    contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
-    both_packed(x.contiguous(), (row_amax, column_amax), rows, columns, contiguous, counts)
-    return outputs
-
-
-def _has_no_launch(x: Tensor) -> bool:
-    return target_of(x.device).type == "cpu" or _compat.guard_or_false(x.numel() == 0)
-
-
-def _kernel(
+def _step_by_step(
     x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return codes, scales in 128 x 4 tiles and the outer scale along rows, then the same along columns.
@@ -110,52 +80,16 @@ def _kernel(
     ``x`` is (M, K), both multiples of 16. ``row_amax`` and ``column_amax`` are the whole matrix's amaxes for codes
     along rows and along columns, (1,) float32. Codes along columns are column-major.
     """
-    given = x, row_amax, column_amax, rows, columns
-    return _step_by_step(*given) if _has_no_launch(x) else _launch(*given, None)
-
-
-# ---------------------------------------------------------------------------------- with counts
-
-
-def _programs(x: Tensor) -> int:
-    return math.prod(packed_programs(x.shape))
-
-
-def _counted_fake(
-    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return *_empty_outputs(x, row_amax, column_amax, rows, columns), empty_counts(x, 2, _programs(x))
-
-
-def counts_of_direction(x: Tensor, found: Cast, quantizer: Any) -> Tensor:
-    """Return the amax (as bits), underflows and saturations of a cast of ``x``, (3,) int32.
-
-    ``found`` is the result of `by_outer_amax` with ``quantizer``.
-    """
-    codes, scale, outer = found
-    if (dim := packed_dim(quantizer)) is not None:
-        codes = unpack(codes, dim)
-    values = random_hadamard(x.float(), 0, quantizer.transform()) if quantizer.transform() else x
-    scales = expand_blocks(quantizer.scale_values(scale), codes.shape, quantizer.block)
-    return counts_of(values, codes, scales * outer, quantizer.element_format())
-
-
-def _counted_steps(
-    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     along_rows, along_columns = by_outer_amax(x, row_amax, rows), by_outer_amax(x, column_amax, columns)
-    each = counts_of_direction(x, along_rows, rows), counts_of_direction(x, along_columns, columns)
-    return *_laid_out(along_rows, rows), *_laid_out(along_columns, columns), counts_of_steps(each, _programs(x))
+    return *_laid_out(along_rows, rows), *_laid_out(along_columns, columns)
 
 
-def _counted_kernel(
-    x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Quantizer, columns: Quantizer
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    given = x, row_amax, column_amax, rows, columns
-    if _has_no_launch(x):
-        return _counted_steps(*given)
-    counts = empty_counts(x, 2, _programs(x))
-    return *_launch(*given, counts), counts
+def _launch(results: Any, x: Tensor, row_amax: Tensor, column_amax: Tensor, rows: Any, columns: Any) -> Any:
+    if _compat.guard_or_false(x.numel() == 0):
+        return None
+    from fp8compile.kernels.quantize_two_levels import both_packed
+
+    return both_packed(x, (row_amax, column_amax), rows, columns, results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -175,10 +109,5 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 # no sharding rule: ranks can't cut packed codes
 quantize_two_levels: OpOverload = register_kernel_op(
-    "fp8compile::quantize_two_levels", _kernel, _step_by_step, fake=_empty_outputs, samples=_samples
+    "fp8compile::quantize_two_levels", _step_by_step, fake=_empty_outputs, launch=_launch, samples=_samples
 )
-quantize_two_levels_counted: OpOverload = register_kernel_op(
-    "fp8compile::quantize_two_levels_counted", _counted_kernel, _counted_steps, fake=_counted_fake, samples=_samples
-)
-for op in (quantize_two_levels, quantize_two_levels_counted):
-    inductor.register_fallback(op, contiguous=True)

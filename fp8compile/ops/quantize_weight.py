@@ -7,27 +7,23 @@ the quantizers' steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from fp8compile import _compat, inductor
-from fp8compile.kernels.programs import row_programs, tile_programs
+from fp8compile import _compat
+from fp8compile._compat import OpOverload
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
-from fp8compile.ops.counting_kernels import counts_of_blocks, counts_of_steps, empty_counts
 from fp8compile.ops.quantize_both import LARGEST_BLOCK
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.target import target_of
 
-__all__ = ["is_weight_pair", "quantize_weight", "quantize_weight_counted", "step_by_step"]
+__all__ = ["is_weight_pair", "quantize_weight", "step_by_step"]
 
 WIDEST = 1 << 14  # the longest row that the kernel can hold in registers
 
@@ -66,47 +62,13 @@ def step_by_step(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Te
     return cast(weight, multiplier, first), own_scale, amax(weight, again)
 
 
-def _launch(weight: Tensor, first: Any, again: Quantizer, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    from fp8compile.kernels.quantize_weight import rows_and_columns, square_blocks
+def _launch(results: Any, weight: Tensor, first: Any, again: Quantizer) -> Any:
+    from fp8compile.kernels.group_quantize_rows import rows_of_groups
+    from fp8compile.kernels.quantize_weight import square_blocks
 
-    codes, own_scale, other_amax = _fake(weight, first, again)
     if first.block == ROWS:
-        rows_and_columns(weight.contiguous(), first, codes, own_scale, other_amax.zero_(), counts)
-    else:
-        square_blocks(weight.contiguous(), first, codes, own_scale, other_amax, counts)
-    return codes, own_scale, other_amax
-
-
-def _has_no_launch(weight: Tensor) -> bool:
-    return target_of(weight.device).type == "cpu" or _compat.guard_or_false(weight.numel() == 0)
-
-
-def _kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    return step_by_step(weight, first, again) if _has_no_launch(weight) else _launch(weight, first, again, None)
-
-
-# ---------------------------------------------------------------------------------- with counts
-
-
-def _programs(weight: Tensor, first: Quantizer) -> int:
-    return math.prod((row_programs if first.block == ROWS else tile_programs)(weight.shape))
-
-
-def _counted_fake(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_fake(weight, first, again), empty_counts(weight, 1, _programs(weight, first))
-
-
-def _counted_steps(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes, own_scale, other_amax = step_by_step(weight, first, again)
-    found = counts_of_blocks(weight, codes, own_scale, first)
-    return codes, own_scale, other_amax, counts_of_steps([found], _programs(weight, first))
-
-
-def _counted_kernel(weight: Tensor, first: Quantizer, again: Quantizer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _has_no_launch(weight):
-        return _counted_steps(weight, first, again)
-    counts = empty_counts(weight, 1, _programs(weight, first))
-    return *_launch(weight, first, again, counts), counts
+        return rows_of_groups(weight, None, first, results)
+    return square_blocks(weight, first, results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -120,10 +82,5 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 # no sharding rule: layers whose weight is spread over ranks call the single steps instead
 quantize_weight: OpOverload = register_kernel_op(
-    "fp8compile::quantize_weight", _kernel, step_by_step, fake=_fake, samples=_samples
+    "fp8compile::quantize_weight", step_by_step, fake=_fake, launch=_launch, samples=_samples
 )
-quantize_weight_counted: OpOverload = register_kernel_op(
-    "fp8compile::quantize_weight_counted", _counted_kernel, _counted_steps, fake=_counted_fake, samples=_samples
-)
-for op in (quantize_weight, quantize_weight_counted):
-    inductor.register_fallback(op)

@@ -18,6 +18,8 @@ from typing import Any, get_args
 import torch
 
 from fp8compile import _compat, inductor
+from fp8compile._compat import OpOverload
+from fp8compile.ops.by_launch import by_launch
 from fp8compile.ops.sharding_rules import Sharding
 from fp8compile.quantizers.constant import Constant, salt_with
 from fp8compile.target import target_of
@@ -35,21 +37,21 @@ MISSING = _Missing.ARGUMENT
 
 # for each argument, what to write if it was left out; for error messages
 ARGUMENTS = {
-    "fake": "a function of impl's arguments that returns empty tensors like impl's result, or fake=None to let impl "
-    "itself run on tensors without data (PyTorch code that reads no value can)",
-    "backward": "a function (ctx, *grads) that returns a gradient or None for each argument, or backward=None if the "
-    "op has no derivative: a backward pass that reaches it then raises",
-    "decompose": "a function of impl's arguments in plain PyTorch, which Inductor compiles and fuses in place of the "
-    "op, or decompose=None to keep the op as one call in compiled code",
-    "sharding": "a function of impl's arguments that returns the ways to cut them, fp8compile.library.Split values, "
-    "or sharding=None if the op needs whole tensors",
-    "samples": "a function that returns tuples of arguments for tests, odd shapes and layouts among them",
+    "fake": "a function of impl's arguments that returns empty tensors like impl's result, or fake=None to run "
+    "impl itself on fake tensors (for PyTorch code that reads no values)",
+    "backward": "a function (ctx, *grads) that returns a gradient or None for each argument, or backward=None if "
+    "the op has no derivative (a backward pass that reaches it raises an error)",
+    "decompose": "a function of impl's arguments in plain PyTorch, which Inductor compiles and fuses instead of "
+    "the op, or decompose=None to keep the op as one call in compiled code",
+    "sharding": "a function of impl's arguments that returns the ways to shard them, fp8compile.library.Split "
+    "values, or sharding=None if the op requires full tensors",
+    "samples": "a function that returns tuples of arguments for tests, including odd shapes and layouts",
 }
 WITH_BACKWARD = {
-    "updates": "updates and no backward, which would make them",
-    "setup_context": "a setup_context and no backward",
+    "updates": "updates but no backward, which would compute them",
+    "setup_context": "a setup_context but no backward",
 }
-SETUP_CONTEXT = "a function (ctx, inputs, output) that keeps what backward needs, by ctx.save_for_backward"
+SETUP_CONTEXT = "a function (ctx, inputs, output) that saves what backward needs, with ctx.save_for_backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +64,16 @@ class Op:
         impl: The eager kernel.
         fake: The function that tracing runs; ``impl`` if none was given.
         backward: The derivative, or None.
-        decompose: The code that Inductor compiles in place of the op, or None.
-        portable: The code that replaces the op in an exported program, or a text that says why there is none. None:
-            ``decompose`` replaces the op, or ``impl`` if ``decompose`` is None.
+        decompose: The code that Inductor compiles instead of the op, or None.
+        portable: The code that replaces the op in an exported program, or a string with the reason why there is none.
+            None: ``decompose`` replaces the op, or ``impl`` if ``decompose`` is None.
         sharding: The sharding rule, or None.
         samples: Returns argument tuples for tests.
-        updates: Names of the arguments that the backward writes to; they have no gradient.
+        updates: Names of the arguments that the backward writes to; they do not have gradients.
     """
 
     name: str
-    overload: torch._ops.OpOverload
+    overload: OpOverload
     impl: Callable[..., Any]
     fake: Callable[..., Any]
     backward: Callable[..., Any] | None
@@ -96,9 +98,9 @@ def _library(namespace: str) -> torch.library.Library:
 def _check_name(name: str) -> None:
     namespace, _, op_name = name.partition("::")
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in (namespace, op_name)):
-        raise ValueError(f"register_op: {name!r} is no operator name; write 'namespace::name'.")
+        raise ValueError(f"register_op: the name of an operator must have the form 'namespace::name', got {name!r}.")
     if name in OPS:
-        raise ValueError(f"register_op: {name} is registered already; choose another name.")
+        raise ValueError(f"register_op: {name} is already registered. Choose another name.")
 
 
 def _check_known(name: str, unknown: Iterable[str]) -> None:
@@ -106,39 +108,42 @@ def _check_known(name: str, unknown: Iterable[str]) -> None:
         close = difflib.get_close_matches(argument, [*ARGUMENTS, "setup_context"], n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise TypeError(
-            f"register_op: {name} is given {argument}; it takes {', '.join(ARGUMENTS)}, setup_context.{hint}"
+            f"register_op: {name}: unknown {argument}; allowed are {', '.join(ARGUMENTS)}, setup_context.{hint}"
         )
 
 
 def _check_given(name: str, given: dict[str, Any]) -> None:
     if missing := [argument for argument in ARGUMENTS if given[argument] is MISSING]:
         lines = "".join(f" Write {argument}= {ARGUMENTS[argument]}." for argument in missing)
-        raise TypeError(f"register_op: {name} is registered without {', '.join(missing)}.{lines}")
+        raise TypeError(f"register_op: {name} lacks {', '.join(missing)}.{lines}")
     for argument, what in ARGUMENTS.items():
         value = given[argument]
         if not callable(value) and (value is not None or argument == "samples"):
-            raise TypeError(f"register_op: {name}: {argument} is {value!r}; it is {what}.")
+            raise TypeError(f"register_op: {name}: `{argument}` is {value!r}; it must be {what}.")
     if given["backward"] is not None and given["setup_context"] is None:
         raise TypeError(
-            f"register_op: {name} has a backward and no setup_context. Write setup_context= {SETUP_CONTEXT}."
+            f"register_op: {name} has a backward, but no setup_context. Write setup_context= {SETUP_CONTEXT}."
         )
     for argument, what in WITH_BACKWARD.items():
         if given["backward"] is None and given[argument]:
-            raise TypeError(f"register_op: {name} has {what}. Write backward= {ARGUMENTS['backward']}.")
+            raise TypeError(f"register_op: {name} has {what}. Pass backward= {ARGUMENTS['backward']}.")
 
 
 def _check_signatures(name: str, impl: Callable[..., Any], given: dict[str, Any]) -> None:
     if not inspect.isfunction(impl):
-        raise TypeError(f"register_op: {name}: impl is {impl!r}; it is a function, whose annotations are the schema.")
+        raise TypeError(
+            f"register_op: {name}: `impl` must be a function, whose annotations are the schema, got {impl!r}."
+        )
     parameters = inspect.signature(impl).parameters
     named = [parameter.name for parameter in parameters.values() if parameter.kind is parameter.KEYWORD_ONLY]
     if named:
         raise TypeError(
-            f"register_op: {name}: impl takes {', '.join(named)} by name only; an operator takes all by place."
+            f"register_op: {name}: impl has the keyword-only parameters {', '.join(named)}, but all arguments "
+            "of an operator must be positional."
         )
     if unknown := [each for each in given["updates"] if each not in parameters]:
         raise TypeError(
-            f"register_op: {name}: updates names {', '.join(unknown)}; impl's arguments are {', '.join(parameters)}."
+            f"register_op: {name}: `updates` must name parameters, {', '.join(parameters)}, got {', '.join(unknown)}."
         )
     for argument in ("fake", "decompose", "sharding"):
         if given[argument] is None:
@@ -151,8 +156,8 @@ def _check_signatures(name: str, impl: Callable[..., Any], given: dict[str, Any]
             signature.bind(*parameters)
         except TypeError as error:
             raise TypeError(
-                f"register_op: {name}: {argument} takes {signature} and impl ({', '.join(parameters)}): {error}. Give "
-                "both the same arguments."
+                f"register_op: {name}: `{argument}` has the signature {signature}, but impl has "
+                f"({', '.join(parameters)}): {error}. Give both the same parameters."
             ) from None
 
 
@@ -161,9 +166,9 @@ def _schema(name: str, impl: Callable[..., Any]) -> str:
         return torch.library.infer_schema(impl, mutates_args=())
     except ValueError as error:
         raise ValueError(
-            f"register_op: {name}: no schema can be made of impl's signature. Annotate every argument and the result "
-            f"(Tensor, int, float, bool, str, torch.dtype, a quantizer's class, fp8compile.Recipe). PyTorch says: "
-            f"{error}"
+            f"register_op: {name}: PyTorch can't derive a schema from impl's signature. Annotate every parameter "
+            "and the result (Tensor, int, float, bool, str, torch.dtype, a quantizer's class, fp8compile.Recipe). "
+            f"PyTorch's error: {error}"
         ) from None
 
 
@@ -177,10 +182,10 @@ def _check_salted(name: str, impl: Callable[..., Any]) -> None:
     types = [part for hint in hints.values() for part in (hint, *get_args(hint))]  # finds Recipe in `Recipe | None`
     if not any(isinstance(part, type) and issubclass(part, Constant) for part in types):
         raise TypeError(
-            f"register_op: {name} has a decompose or a backward, which end up in compiled code, and takes no "
-            "quantizer or recipe. PyTorch's compile cache knows an op by its name only and would run the code of an "
-            "older version of it; the constant's text carries a hash of your source into the key. Give impl an "
-            "argument annotated as fp8compile.Quantizer or another constant, or write decompose=None, backward=None."
+            f"register_op: {name} has a decompose or a backward, which become part of compiled code, but no "
+            "argument that is a quantizer or recipe. PyTorch's compile cache identifies an op only by its name, so "
+            "it would run code of an older version; a constant adds a hash of your source to the key. Give impl an "
+            "argument annotated as fp8compile.Quantizer or another constant, or pass decompose=None, backward=None."
         )
 
 
@@ -198,44 +203,45 @@ def register_op(
     updates: tuple[str, ...] = (),
     portable: Callable[..., Any] | str | None = None,
     **unknown: Any,
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """Register an operator that works with torch.compile, Inductor and autograd.
 
-    The arguments ``fake``, ``backward``, ``decompose``, ``sharding`` and ``samples`` must be given; all of them but
+    The arguments ``fake``, ``backward``, ``decompose``, ``sharding`` and ``samples`` are required; all of them except
     ``samples`` may be None.
 
     Args:
         name: ``namespace::name``.
-        impl: The kernel for all devices. Its annotated signature gives the schema; a quantizer or recipe may be an
-            argument. The kernel must not return an input or a view of an input.
-        fake: Takes the same arguments and returns empty tensors like those of the result. None: ``impl`` itself runs
-            on tensors without data, which works for PyTorch code that reads no value; a function that only computes
-            shapes traces faster.
+        impl: The kernel for all devices. The schema is inferred from its annotated signature; a quantizer or recipe
+            may be an argument. The kernel must not return an input or a view of an input.
+        fake: Takes the same arguments and returns empty tensors like those of the result. None runs ``impl`` itself on
+            fake tensors, which works for PyTorch code that does not read values; a function that only computes shapes
+            traces faster.
         backward: ``(ctx, *grads)``. Returns a gradient or None for each argument. ``ctx.needs_input_grad`` has one
-            entry for each argument. None: the op has no derivative, and a backward pass that reaches it raises.
-        decompose: Takes the same arguments; Inductor compiles it in place of the op. It may return
-            ``NotImplemented``, for some arguments or for a target device (`target_of`), to keep the op as one call.
-            None: the op always stays one call.
+            entry for each argument. None: the op is not differentiable, and a backward pass that reaches it raises an
+            error.
+        decompose: Takes the same arguments; Inductor compiles it instead of the op. It may return ``NotImplemented``,
+            for some arguments or for a target device (`target_of`), to keep the op as one call. None: the op always
+            stays one call.
         sharding: Takes the same arguments, reads only their shapes, and returns ``Split`` values. None: the op needs
-            whole tensors.
+            full tensors.
         samples: Returns argument tuples that cover the op, for tests.
-        setup_context: ``(ctx, inputs, output)``. Saves what ``backward`` needs; to be given if and only if
-            ``backward`` is.
+        setup_context: ``(ctx, inputs, output)``. Saves what ``backward`` needs; required if and only if ``backward``
+            is given.
         prepare: ``(needs_input_grad, args)``. If gradients are recorded, returns the arguments with which ``impl`` or
-            ``decompose`` runs; it can replace a constant by another one that omits work for gradients that are not
+            ``decompose`` runs; it can replace a constant with one that skips the work for gradients that are not
             needed.
         updates: Names of arguments that ``backward`` writes to, such as a state. ``backward`` returns None for these
             arguments, and writes to no other argument.
-        portable: Takes the same arguments; plain PyTorch for any device that reads no data and calls none of your
-            kernels. `decompositions` puts it in place of the op, if ``decompose`` and ``impl`` can't be used. If there
-            is no such code, a text with the reason, which `decompositions` raises.
-        unknown: No other argument is allowed; the error for a misspelled name suggests the right one.
+        portable: Takes the same arguments. Plain PyTorch code for any device that does not read data and does not call
+            your kernels. `decompositions` uses it instead of the op if ``decompose`` and ``impl`` can't be used. If
+            there is no such code, a string with the reason, which `decompositions` raises.
+        unknown: Not allowed; the error for a misspelled name suggests the right one.
 
     Returns:
         The operator.
 
     Raises:
-        TypeError: An argument is left out, is unknown, is not a function, or takes other arguments than ``impl``;
+        TypeError: An argument is missing, is unknown, is not a function, or takes other arguments than ``impl``;
             ``backward`` is given without ``setup_context``, or ``setup_context`` or ``updates`` without ``backward``;
             or the op's compiled code would not be part of the key of compile caches.
         ValueError: The name is not ``namespace::name`` or is taken, or ``impl`` isn't annotated.
@@ -260,13 +266,16 @@ def register_op(
 
     namespace, op_name = name.split("::")
     if hasattr(getattr(torch.ops, namespace), op_name):
-        raise ValueError(f"register_op: {name} is an operator of another library; choose another name.")
+        raise ValueError(f"register_op: {name} is already an operator of another library. Choose another name.")
     lib = _library(namespace)
     lib.define(op_name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(op_name, _compat.as_kernel(impl), "CompositeExplicitAutograd")
     torch.library.register_fake(name, given["fake"] or impl, lib=lib)
     overload = getattr(getattr(torch.ops, namespace), op_name).default
-    _compat.impl_autograd(lib, overload, setup_context, given["backward"], prepare)
+    _compat.impl_autograd(
+        lib, overload, setup_context, given["backward"] or _no_backward(name), _no_jvp(name), prepare
+    )
+    _compat.loop_under_vmap(lib, overload)
     if decompose is not None:
         inductor.register_decomposition(overload, given["decompose"])
     if compiled:
@@ -279,28 +288,51 @@ def register_op(
     return overload
 
 
+def _no_backward(name: str) -> Callable[..., Any]:
+    """Return the derivative of an op that has none: a function that raises."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not name.startswith("fp8compile::"):
+            raise RuntimeError(f"{name} has no derivative: it was registered with backward=None. Detach its inputs.")
+        raise RuntimeError(
+            f"{name} has no derivative. Among the ops with GEMMs, only fp8compile::linear and grouped_linear are "
+            "differentiable, and only once. Compute second derivatives with the unconverted model (fp8compile.revert)."
+        )
+
+    return backward
+
+
+def _no_jvp(name: str) -> Callable[..., Any]:
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no forward-mode derivative. Use reverse mode, or the unconverted model (fp8compile.revert)."
+        )
+
+    return jvp
+
+
 def register_kernel_op(
     name: str,
-    impl: Callable[..., Any],
     steps: Callable[..., Any],
     *,
     fake: Callable[..., Any],
+    launch: Callable[..., Any],
     samples: Samples,
     sharding: Sharding | None = None,
-) -> torch._ops.OpOverload:
+) -> OpOverload:
     """Register an op without derivative that is one kernel on a GPU.
 
-    ``impl`` is the kernel for all devices and ``fake`` makes empty results. ``steps``, plain PyTorch with the same
-    arguments, replaces the op in compiled code for a CPU and in exported programs.
+    ``fake`` makes empty results; for ``launch`` see `fp8compile.ops.by_launch`. ``steps``, plain PyTorch with the same
+    arguments, replaces the op on a CPU and in exported programs.
     """
 
     @functools.wraps(steps)
     def decompose(*args: Any) -> Any:
         return steps(*args) if target_of(args[0].device).type == "cpu" else NotImplemented
 
-    return register_op(
+    op = register_op(
         name,
-        impl,
+        by_launch(steps, fake=fake, launch=launch),
         fake=fake,
         backward=None,
         decompose=decompose,
@@ -308,6 +340,8 @@ def register_kernel_op(
         sharding=sharding,
         samples=samples,
     )
+    inductor.register_launch(op, launch)
+    return op
 
 
 def for_every_op(listener: Callable[[Op], None]) -> None:
@@ -326,8 +360,8 @@ def _portable(op: Op) -> Callable[..., Any]:
     def taken_apart(*args: Any) -> Any:
         found = NotImplemented if op.portable is not None else (op.decompose or op.impl)(*args)
         if found is NotImplemented:
-            why = op.portable or f"its decomposition is for other arguments or another device than {_device(args)}"
-            raise RuntimeError(f"decompositions: {op.name} can't be taken apart into operators of PyTorch: {why}.")
+            why = op.portable or f"its decomposition does not support these arguments or the device {_device(args)}"
+            raise RuntimeError(f"decompositions: {op.name} can't be decomposed into PyTorch operators: {why}.")
         return found
 
     return taken_apart
@@ -337,7 +371,7 @@ def _device(args: Iterable[Any]) -> str:
     return next((str(each.device) for each in args if isinstance(each, torch.Tensor)), "this one")
 
 
-def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Map every registered operator to a function of PyTorch's operators, for ``run_decompositions``.
 
     An ``ExportedProgram`` decomposed by this map runs, and is saved and loaded, without this package. Some operators
@@ -353,12 +387,12 @@ def _refuse_to_save(target: object) -> None:
 
     A process that loads the program may not know the op.
     """
-    if isinstance(target, torch._ops.OpOverload) and target._schema.name in OPS:
+    if isinstance(target, OpOverload) and target._schema.name in OPS:
         raise RuntimeError(
-            f"torch.export.save: the program calls {target._schema.name}, and the file would load nowhere: the "
-            "operator takes a recipe, which PyTorch's files can't hold. Make the program by "
-            "fp8compile.export.program(model, args), or call program.run_decompositions("
-            "fp8compile.ops.decompositions()) first: it then has only PyTorch's operators, and the same bits."
+            f"torch.export.save: the program calls {target._schema.name}, whose recipe PyTorch's files can't store, "
+            "so the file could not be loaded. Create the program with fp8compile.export.program(model, args), or "
+            "call program.run_decompositions(fp8compile.ops.decompositions()) first: the program then has only "
+            "PyTorch operators, and its results are bit-identical."
         )
 
 

@@ -17,8 +17,9 @@ __all__ = ["made_of_kept", "rounded"]
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
     """Return ``x`` in float32, rounded to its own dtype even if the op that computes ``x`` is fused.
 
-    ``apart`` selects a second barrier with the same bits, so that compilers do not merge casts of forward and
-    backward. Merged casts would keep their codes until the backward, one more copy of all activations and weights.
+    ``apart`` selects a second barrier with the same result, so that compilers do not merge the casts of forward and
+    backward. Merged casts would keep their FP8 data until the backward, which is one more copy of all activations and
+    weights.
     """
     return _rounded(x, apart)
 

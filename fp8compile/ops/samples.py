@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, TwoLevelScaling
 
-__all__ = ["matrices", "quantizers", "recipes", "tokens", "two_level_quantizers"]
+__all__ = ["matrices", "offsets_of_groups", "quantizers", "recipes", "tokens", "two_level_quantizers"]
 
 # where groups end, as fractions of the rows; rows after the last group belong to none
 ENDS = ((0.5, 0.9), (0.0, 0.1, 0.1, 1.0), (0.7,), (1.0, 1.0, 1.0), (0.0, 1.0), (0.0, 0.0))
@@ -30,6 +30,12 @@ def matrices() -> Iterator[Tensor]:
     yield _values(32)
     yield _values(1, 32)
     yield _values(0, 32)
+
+
+def offsets_of_groups() -> Iterator[Tensor]:
+    """Yield the ends of three groups of at most 12 rows: equal, skewed with rows left over, some or all empty."""
+    for ends in ((4, 8, 12), (1, 1, 9), (0, 12, 12), (0, 0, 0)):
+        yield torch.tensor(ends, dtype=torch.int32)
 
 
 def tokens() -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.ops import quantization_steps, samples
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op

@@ -32,16 +32,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Split:
-    """One way to run an op on shards whose combined results are the same as on whole tensors.
+    """One way to run an op on shards such that the combined results are the same as on full tensors.
 
     Attributes:
-        inputs: One entry for each argument of the op: a ``Cut``, or None if every rank has the whole argument or the
-            argument is not a tensor.
+        inputs: One entry for each argument of the op: a ``Cut``, or None if the argument is replicated or is not a
+            tensor.
         outputs: One entry for each result. A dim: ranks' results are concatenated along it. ``"max"``, ``"min"`` or
-            ``"sum"``: ranks' results are reduced element by element, NaN included. None: every rank has the whole
-            result.
-        exact: Whether the combined result has the same bits as the result on whole tensors. False for matrix products:
-            each element is the same sum, but a backend chooses the order of summation by the sizes of its operands.
+            ``"sum"``: ranks' results are reduced element by element, NaN included. None: the result is replicated.
+        exact: Whether the combined result is bit-identical to the result on full tensors. False for GEMMs, because a
+            backend chooses the order of summation from the sizes of its operands.
     """
 
     inputs: tuple[Cut | None, ...]
@@ -50,14 +49,14 @@ class Split:
 
     def __post_init__(self) -> None:
         if not isinstance(self.inputs, tuple) or any(i is not None and not isinstance(i, Cut) for i in self.inputs):
-            raise TypeError(f"Split: inputs is {self.inputs!r}; it is a tuple of Cut or None, one an argument.")
+            raise TypeError(f"Split: `inputs` must be a tuple of Cut or None, one per argument; got {self.inputs!r}.")
         good = isinstance(self.outputs, tuple) and all(
             out is None or out in REDUCTIONS or type(out) is int for out in self.outputs
         )
         if not good:
             raise TypeError(
-                f"Split: outputs is {self.outputs!r}; it is a tuple of dims, {', '.join(map(repr, REDUCTIONS))} or "
-                "None, one a result."
+                f"Split: `outputs` is {self.outputs!r}; it must be a tuple with a dim, "
+                f"{', '.join(map(repr, REDUCTIONS))} or None for each result."
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8compile.inductor import once_a_graph
+from fp8compile._compat import once_a_graph
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.outer_scale import outer_amax, two_scales

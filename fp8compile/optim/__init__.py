@@ -1,8 +1,8 @@
-"""Optimizers with the interface of ``torch.optim`` that store moments as FP8 codes and scales.
+"""Optimizers with the interface of ``torch.optim`` and FP8 optimizer states.
 
     state --dequantize--> float32 moments --update rule--> parameter, new float32 moments --quantize--> state
 
-One compiled graph runs these steps for all parameters. If a parameter's rows have a multiple of 128 elements, its
+A single compiled graph runs these steps for all parameters. If the row length of a parameter is a multiple of 128, its
 float32 moments are never written to memory.
 """
 

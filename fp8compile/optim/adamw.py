@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fp8compile.optim.compiled_step import Rule
-from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
+from fp8compile.optim.moment_optimizer import AUTO, Backend, MomentOptimizer, check_number
 from fp8compile.optim.moments import CODES, LARGEST_ROOT
 from fp8compile.quantizers.scale_rules import exact_root
 
 __all__ = ["AdamW"]
 
-ONE_GRAPH = "the step is one compiled graph for all parameters already"
+ONE_GRAPH = "the step is already one compiled graph for all parameters"
 
 
 def _rule(
@@ -23,9 +23,9 @@ def _rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Compute AdamW's update of one parameter in float32; return the new parameter and the new moments.
 
-    ``scalars`` are the learning rate and `AdamW.scalars`. A finite gradient beyond `LARGEST_ROOT` counts as that
-    number in both moments, so that its square is finite and its update as bounded as others. Source: Loshchilov and
-    Hutter 2019, arXiv:1711.05101.
+    ``scalars`` are the learning rate and `AdamW.scalars`. Finite gradients are clamped to `LARGEST_ROOT` in both
+    moments, so that their squares are finite and the update stays bounded. Source: Loshchilov and Hutter 2019,
+    arXiv:1711.05101.
     """
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
@@ -38,43 +38,44 @@ def _rule(
 
 
 class AdamW(MomentOptimizer):
-    """AdamW with the interface of ``torch.optim.AdamW`` that stores its moments as e4m3 codes.
+    """AdamW with FP8 optimizer states (e4m3) and the interface of ``torch.optim.AdamW``.
 
-    A step dequantizes the moments, computes in float32, and quantizes once. One compiled graph updates all parameters;
-    if rows consist of whole blocks, the graph writes no float32 moments to memory. Learning rates and other
-    hyperparameters are inputs of the graph, so that schedules do not recompile. ``exp_avg_sq`` is stored as its square
-    root, and a positive value never gets the code 0 (``fp8compile.quantizers.RootScaling``). A finite element of a
-    gradient beyond ±1.8e19, whose square would overflow, counts as ±1.8e19.
+    A step dequantizes the moments, computes the update in float32, and quantizes the new moments once. A single
+    compiled graph updates all parameters. If rows are a multiple of the block size, the graph does not write float32
+    moments to memory. Learning rates and other hyperparameters are inputs of the graph, so schedules do not recompile.
+    ``exp_avg_sq`` is stored as its square root, and a positive value is never rounded to 0
+    (``fp8compile.quantizers.RootScaling``). Finite gradient elements are clamped to ±1.8e19, because the square of a
+    larger one would overflow.
 
-    A block, which shares one scale, is 128 values of a row. Moments stay float32 if a parameter has fewer than 4096
+    Each block of 128 values in a row shares one scale. Moments stay in float32 if a parameter has fewer than 4096
     elements, fewer than two dims, or rows of fewer than 16 elements.
 
-    The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``;
-    a moment that is not quantized is ``exp_avg`` or ``exp_avg_sq``. For a DTensor parameter, all are DTensors.
+    The state of a parameter has ``exp_avg_codes``, ``exp_avg_scale``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scale``. A
+    moment that is not quantized is ``exp_avg`` or ``exp_avg_sq``. For a DTensor parameter, all of these are DTensors.
 
     Args:
-        params: Parameters, named parameters or parameter groups, as in ``torch.optim``. Groups may override each
-            option below except ``backend`` and those that must be False or None.
-        lr: Learning rate, a float or a tensor of one element.
+        params: Parameters, named parameters or parameter groups, as in ``torch.optim``. Groups may override all
+            options below except ``backend`` and those that must be False or None.
+        lr: Learning rate, a float or a one-element tensor.
         betas: Decay rates of the two moments, each at least 0 and below 1.
-        eps: Added to the root of the second moment.
+        eps: Term added to the square root of the second moment.
         weight_decay: Decoupled weight decay.
-        amsgrad: Only False.
+        amsgrad: Must be False.
         maximize: Whether the objective is maximized.
-        foreach: None or False: the step is one graph for all parameters.
-        capturable: Only False: the host counts the steps, so a CUDA graph can't capture a step.
-        differentiable: Only False.
-        fused: None or False: the graph is fused already.
-        exp_avg_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
+        foreach: Must be None or False, because a single graph already updates all parameters.
+        capturable: Must be False. Steps are counted on the host, so a CUDA graph can't capture a step.
+        differentiable: Must be False.
+        fused: Must be None or False, because the graph is already fused.
+        exp_avg_dtype: Dtype of the first moment: ``torch.float8_e4m3fn``, ``torch.bfloat16`` or ``torch.float32``.
         exp_avg_sq_dtype: Dtype of the second moment, as for ``exp_avg_dtype``.
-        rounding: Rounding of moments to codes. ``"stochastic"``: up or down at random. ``"nearest"``: each step loses
-            changes below half the distance between codes; with ``betas[1]`` near 1 the second moment then only follows
-            the largest value of its block.
-        seed: Seed of stochastic rounding. The noise depends on seed, step, position in the unsharded parameter, and
-            value; a resumed run therefore rounds the same way on any number of ranks.
-        bf16_stochastic_round: Whether bfloat16 parameters are rounded stochastically too (the name is torchao's).
-        backend: Backend of ``torch.compile`` for the step; None runs eagerly, with float32 moments of one parameter
-            at a time.
+        rounding: Rounding mode for quantizing the moments. ``"stochastic"`` rounds up or down at random. With
+            ``"nearest"``, each step loses changes smaller than half the FP8 spacing. With ``betas[1]`` close to 1, the
+            second moment then only follows the largest value of its block.
+        seed: Seed of stochastic rounding. The noise depends on the seed, the step, the position in the unsharded
+            parameter and the value. A resumed run therefore rounds the same way on any number of ranks.
+        bf16_stochastic_round: Whether bfloat16 parameters are also rounded stochastically, as in torchao.
+        backend: Backend of ``torch.compile`` for the step. None runs in eager mode, with float32 moments for one
+            parameter at a time. ``"auto"`` is ``"inductor"`` on a GPU and None on a CPU.
 
     Raises:
         TypeError: A parameter is quantized (use ``fp8compile.MasterWeights``), or not float32, bfloat16 or float16.
@@ -84,11 +85,11 @@ class AdamW(MomentOptimizer):
     moments: ClassVar[dict[str, bool]] = {"exp_avg": False, "exp_avg_sq": True}
     rule: ClassVar[Rule] = staticmethod(_rule)
     refused: ClassVar[dict[str, str]] = {
-        "amsgrad": "a third moment, a maximum, has no codes here",
+        "amsgrad": "a third state (the maximum) is not supported in FP8",
         "foreach": ONE_GRAPH,
         "fused": ONE_GRAPH,
-        "capturable": "the host counts the steps; torch.optim.AdamW can be captured",
-        "differentiable": "codes have no derivative",
+        "capturable": "the number of steps is counted on the host; use torch.optim.AdamW for capture",
+        "differentiable": "FP8 states are not differentiable",
     }
 
     def __init__(
@@ -110,7 +111,7 @@ class AdamW(MomentOptimizer):
         rounding: str = "stochastic",
         seed: int = 0,
         bf16_stochastic_round: bool = False,
-        backend: Backend = "inductor",
+        backend: Backend = AUTO,
     ) -> None:
         refused = {
             "amsgrad": amsgrad,
@@ -146,20 +147,20 @@ class AdamW(MomentOptimizer):
         """Return a ``state_dict`` of this optimizer or of ``torch.optim.AdamW`` as it is.
 
         Raises:
-            ValueError: The state was trained with ``amsgrad``, whose third moment has no counterpart here.
+            ValueError: The state was trained with ``amsgrad``, whose third moment is not supported.
         """
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise ValueError(
-                "AdamW: the loaded state was trained with amsgrad=True, and this optimizer keeps no maximum of "
-                "second moments. Train on with torch.optim.AdamW; or, to go on without it, set amsgrad to False in "
-                "the state's param_groups."
+                "AdamW: the loaded state was trained with amsgrad=True, which this optimizer does not support. "
+                "Continue with torch.optim.AdamW, or set amsgrad to False in the state's param_groups to continue "
+                "without it."
             )
         return state_dict
 
     def scalars(self, group: dict[str, Any], step: float) -> Sequence[float]:
         """Return the numbers that ``_rule`` takes after the learning rate, for step number ``step``.
 
-        Python floats keep bias corrections in float64; the step rounds all numbers to float32.
+        Bias corrections are computed as Python floats (float64). The step rounds all numbers to float32.
         """
         beta1, beta2 = map(float, group["betas"])
         return (

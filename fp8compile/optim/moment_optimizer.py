@@ -28,9 +28,10 @@ from fp8compile.optim.moments import CODES, STORED, MomentRows, StoredMoment
 from fp8compile.quantizers.stochastic_rounding import check_rounding
 from fp8compile.tensor import SOURCE_DTYPES, has_codes, shown
 
-__all__ = ["MomentOptimizer"]
+__all__ = ["AUTO", "MomentOptimizer"]
 
 Backend = str | Callable[..., Any] | None
+AUTO = "auto"  # the backend of a GPU's steps is Inductor; a CPU would compile for longer than most runs there take
 OURS = ("rounding", "seed", "bf16_stochastic_round")  # options of how state is kept, which no checkpoint changes
 
 
@@ -49,12 +50,12 @@ class MomentOptimizer(Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], backend: Backend) -> None:
         self._backend = backend
-        self._compiled: Callable[..., None] | None = None
+        self._compiled: dict[str, Callable[..., None]] = {}  # by type of device
         self._places: dict[Tensor, tuple[Tensor, ...]] = {}  # of parameters that ranks cut, which stay where they are
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_backend": self._backend, "_compiled": None, "_places": {}}
+        return super().__getstate__() | {"_backend": self._backend, "_compiled": {}, "_places": {}}
 
     # ------------------------------------------------------------------ groups
 
@@ -78,18 +79,18 @@ class MomentOptimizer(Optimizer):
         self.check_refused(group)
         if "backend" in group:
             raise ValueError(
-                f"{owner}: a group has backend={shown(group['backend'])}; one graph steps all groups. Give it to the "
-                "optimizer."
+                f"{owner}: a group has backend={shown(group['backend'])}, but all groups are updated by one graph. "
+                "Omit it from the group, and pass backend= to the optimizer."
             )
         self._check_options(group)
         for p in group["params"]:
             if has_codes(local_itself(p)):
                 raise TypeError(
-                    f"{owner}: a parameter is codes, and a step would round it without a master. Wrap the optimizer: "
-                    f"fp8compile.MasterWeights(fp8compile.optim.{owner}, params, lr=...)."
+                    f"{owner}: a parameter is an FP8 parameter, which a step would round without a master weight. "
+                    f"Wrap the optimizer: fp8compile.MasterWeights(fp8compile.optim.{owner}, params, lr=...)."
                 )
             if p.dtype not in SOURCE_DTYPES:
-                raise TypeError(f"{owner}: a parameter is {p.dtype}; it is float32, bfloat16 or float16.")
+                raise TypeError(f"{owner}: a parameter is {p.dtype}; it must be float32, bfloat16 or float16.")
             if any(each.dtype == CODES for each in self._stored(group)):
                 MomentRows.of(p).check_blocks()
 
@@ -97,14 +98,14 @@ class MomentOptimizer(Optimizer):
         """Raise a ValueError if an option of `refused` is neither False nor None."""
         for name, reason in self.refused.items():
             if options.get(name):
-                raise ValueError(f"{type(self).__name__}: {name} is {options[name]}; {reason}. Leave it out.")
+                raise ValueError(f"{type(self).__name__}: `{name}` is not supported: {reason}. Omit it.")
 
     def _check_options(self, group: dict[str, Any]) -> None:
         owner = type(self).__name__
         for option in self._dtype_options():
             if group[option] not in STORED:
                 allowed = ", ".join(map(str, STORED))
-                raise ValueError(f"{owner}: {option} is {group[option]}; it is one of {allowed}.")
+                raise ValueError(f"{owner}: `{option}` is {group[option]}; it must be one of {allowed}.")
         check_rounding(owner, group["rounding"], group["seed"])
 
     def _dtype_options(self) -> list[str]:
@@ -156,7 +157,7 @@ class MomentOptimizer(Optimizer):
         for first, last, rate in rates:  # without a synchronization, if the rate is on the device
             scalars[first:last, 2] = rate
         self.advance(scalars, [each.arguments() for each in jobs])
-        if self._backend is not None:  # a graph that reads and writes one memory by two names counts no version
+        if self._backend_on(device) is not None:  # a graph that writes memory it has by two names counts no version
             torch.autograd.graph.increment_version([each.target for each in jobs])
 
     def _with_state(self, group: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
@@ -168,7 +169,10 @@ class MomentOptimizer(Optimizer):
             if p.device != device or (p.grad is None and not self.state.get(p)):
                 continue
             if p.grad is not None and p.grad.is_sparse:
-                raise TypeError(f"{type(self).__name__}: a gradient is sparse; it is dense.")
+                raise TypeError(
+                    f"{type(self).__name__}: a gradient is sparse; it must be dense. Create the embedding with "
+                    "sparse=False, or pass its weight to another optimizer, such as torch.optim.SparseAdam."
+                )
             if not self.state.get(p):
                 self._check_options(group)  # they may have been changed since
                 rows = MomentRows.of(p)
@@ -212,12 +216,19 @@ class MomentOptimizer(Optimizer):
             bf16_seed=group["seed"] if group["bf16_stochastic_round"] else None,
         )
 
+    def _backend_on(self, device: torch.device) -> Backend:
+        if self._backend != AUTO:
+            return self._backend
+        return None if device.type == "cpu" else "inductor"
+
     def advance(self, scalars: Tensor, jobs: Sequence[tuple[Any, ...]]) -> None:
-        """Call `compiled_step.advance` for all jobs in one compiled graph, or eagerly if ``backend`` is None."""
-        if self._compiled is None:
-            own = partial(advance, type(self).rule)
-            self._compiled = own if self._backend is None else compiled_alone(advance, type(self).rule, self._backend)
-        self._compiled(scalars, jobs)
+        """Call `compiled_step.advance` for all jobs in one compiled graph, or eagerly, as ``backend`` says."""
+        kind, rule = scalars.device.type, type(self).rule
+        if kind not in self._compiled:
+            backend = self._backend_on(scalars.device)
+            own = partial(advance, rule) if backend is None else compiled_alone(advance, rule, backend)
+            self._compiled[kind] = own
+        self._compiled[kind](scalars, jobs)
 
     # ------------------------------------------------------------------ files
 
@@ -271,8 +282,11 @@ def check_number(owner: str, name: str, value: Any, *, below: float = math.inf) 
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or is_dtensor(value):
-            raise ValueError(f"{owner}: {name} has shape {tuple(value.shape)}; a tensor has one element.")
+            raise ValueError(
+                f"{owner}: `{name}` is a {type(value).__name__} of shape {tuple(value.shape)}; if it is a tensor, it "
+                "must have exactly one element and not be a DTensor."
+            )
         return
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < below:
-        most = "" if below == math.inf else f" and is below {below:g}"
-        raise ValueError(f"{owner}: {name} is {shown(value)}; it is at least 0{most}.")
+        most = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{owner}: `{name}` is {shown(value)}; it must be a number of at least 0{most}.")

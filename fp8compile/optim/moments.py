@@ -23,7 +23,7 @@ from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.nn.placed_like import wrapped_like
+from fp8compile.nn.layer.placed_like import wrapped_like
 from fp8compile.ops.layer.quantize_over_ranks import positions
 from fp8compile.quantizers import CurrentScaling, RootScaling
 from fp8compile.quantizers.blocks import grid_shape
@@ -68,8 +68,8 @@ class MomentRows:
         for cut in sharding_of(parameter):
             if cut.dim > last:
                 raise ValueError(
-                    f"moments: ranks cut a parameter of shape {tuple(parameter.shape)} along dim {cut.dim}; dims from "
-                    f"{last} on are one row of its moments. Cut dim {last} or one before it."
+                    f"moments: a parameter of shape {tuple(parameter.shape)} is sharded along dim {cut.dim}, but its "
+                    f"dims from {last} on form one row of its optimizer states. Shard dim {last} or an earlier one."
                 )
             sizes = tuple(size * inner for size in cut.sizes) if cut.dim == last else cut.sizes
             cuts.append(DimSharding(cut.group, cut.rank, cut.dim, sizes))
@@ -85,9 +85,9 @@ class MomentRows:
             ends = [sum(cut.sizes[: rank + 1]) for rank in range(len(cut.sizes))]
             if cut.dim == len(self.whole) - 1 and any(end % BLOCK[1] for end in ends if end < cut.total):
                 raise ValueError(
-                    f"moments as codes: ranks cut rows of {cut.total} values to {cut.sizes}, so that a block of "
-                    f"{BLOCK[1]} would lie on two of them. Cut another dim, or multiples of {BLOCK[1]}; or give this "
-                    "parameter a group whose moments are values, such as exp_avg_dtype=torch.float32."
+                    f"FP8 optimizer states: rows of {cut.total} values are sharded as {cut.sizes}, so a block of "
+                    f"{BLOCK[1]} would span two ranks. Shard another dim, or in multiples of {BLOCK[1]}, or put "
+                    "this parameter into a group with high-precision states, such as exp_avg_dtype=torch.float32."
                 )
 
     def in_blocks(self) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -221,8 +221,8 @@ class StoredMoment:
             return self._of_values(values.view(codes.shape), parameter, rows)
         if self.name not in state:
             raise KeyError(
-                f"moments: the saved state of a parameter has {sorted(state)}, and neither {self.name} nor "
-                f"{' and '.join(self.keys_of_codes())}. Load the state of an optimizer with the same moments."
+                f"moments: the saved state of a parameter has {sorted(state)}, but neither {self.name} nor "
+                f"{' and '.join(self.keys_of_codes())}. Load the state of an optimizer with the same states."
             )
         values = local_itself(state[self.name]).detach().to(device)
         if quantizer is None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import is_dtensor, local_itself, muon_lr, orthogonalized, untraced
-from fp8compile.nn.placed_like import placed_like, wrapped_like
+from fp8compile.nn.layer.placed_like import placed_like, wrapped_like
 from fp8compile.optim.compiled_step import Job, Rule
-from fp8compile.optim.moment_optimizer import Backend, MomentOptimizer, check_number
+from fp8compile.optim.moment_optimizer import AUTO, Backend, MomentOptimizer, check_number
 from fp8compile.optim.moments import CODES
 
 __all__ = ["Muon"]
@@ -28,7 +28,7 @@ def _rule(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Compute Muon's momentum of one parameter in float32; return the update (Nesterov or plain) and the momentum.
 
-    ``scalars`` are the learning rate, which is not used here, and the result of `Muon.scalars`.
+    ``scalars`` are the learning rate, which is unused, and the result of `Muon.scalars`.
     """
     _, momentum, rest, look_ahead = scalars
     (buffer,) = moments
@@ -37,37 +37,38 @@ def _rule(
 
 
 class Muon(MomentOptimizer):
-    """Muon with the interface of ``torch.optim.Muon`` that stores its momentum as e4m3 codes.
+    """Muon with FP8 momentum (e4m3) and the interface of ``torch.optim.Muon``.
 
-    One compiled graph computes the momentum of all parameters; PyTorch's own function orthogonalizes each update. To
-    orthogonalize, ranks that share a matrix gather the update in bfloat16 once a step; each rank applies its shard
-    of the result.
+    A single compiled graph computes the momentum of all parameters. PyTorch's own function orthogonalizes each update.
+    If a matrix is sharded, its update is all-gathered in bfloat16 once per step, and each rank applies its shard of
+    the result.
 
-    The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if it has values, as
-    for a matrix of fewer than 4096 elements or with rows of fewer than 16. Blocks, rounding, seeds and saved states
-    work as in ``AdamW``.
+    The state has ``momentum_buffer_codes`` and ``momentum_buffer_scale``, or ``momentum_buffer`` if the momentum is
+    not quantized, as for a matrix with fewer than 4096 elements or with rows of fewer than 16. Blocks, rounding, seeds
+    and state dicts work as in ``AdamW``.
 
     Args:
-        params: Matrices, or groups of matrices. Give embeddings, norms and biases to another optimizer. Groups may
-            override each option below except ``backend``.
-        lr: Learning rate, a float or a tensor of one element.
+        params: Matrices, or groups of matrices. Use another optimizer for embeddings, norms and biases. Groups may
+            override all options below except ``backend``.
+        lr: Learning rate, a float or a one-element tensor.
         weight_decay: Decoupled weight decay.
         momentum: Decay rate of the momentum, at least 0 and below 1.
-        nesterov: Whether the update looks one step ahead.
+        nesterov: Whether to use Nesterov momentum.
         ns_coefficients: Coefficients of the Newton-Schulz iteration.
         eps: Lower bound of the norm that divides an update.
         ns_steps: Number of Newton-Schulz iterations.
         adjust_lr_fn: How the learning rate depends on a matrix's shape, as in ``torch.optim.Muon``: None or
             ``"original"``, or ``"match_rms_adamw"``.
-        momentum_buffer_dtype: ``torch.float8_e4m3fn`` for codes; ``torch.bfloat16`` or ``torch.float32`` for values.
-        rounding: Rounding of the momentum to codes, ``"stochastic"`` or ``"nearest"``.
+        momentum_buffer_dtype: Dtype of the momentum: ``torch.float8_e4m3fn``, ``torch.bfloat16`` or ``torch.float32``.
+        rounding: Rounding mode for quantizing the momentum, ``"stochastic"`` or ``"nearest"``.
         seed: Seed of stochastic rounding.
-        backend: Backend of ``torch.compile`` for the momentum; None runs eagerly.
+        backend: Backend of ``torch.compile`` for the momentum; None runs in eager mode. ``"auto"`` is ``"inductor"``
+            on a GPU and None on a CPU.
 
     Raises:
         TypeError: A parameter is quantized (use ``fp8compile.MasterWeights``), or not float32, bfloat16 or float16.
-        ValueError: A parameter is no matrix, an option has a value that is not allowed, or a shard boundary divides a
-            block.
+        ValueError: A parameter is not a matrix, an option has a value that is not allowed, or a shard boundary divides
+            a block.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
@@ -75,7 +76,7 @@ class Muon(MomentOptimizer):
     moments: ClassVar[dict[str, bool]] = {"momentum_buffer": False}
     rule: ClassVar[Rule] = staticmethod(_rule)
     refused: ClassVar[dict[str, str]] = {
-        "bf16_stochastic_round": "updates are added to parameters behind the graph, and rounded to the nearest",
+        "bf16_stochastic_round": "updates are added to parameters outside of the graph, with rounding to nearest",
     }
 
     def __init__(
@@ -93,7 +94,7 @@ class Muon(MomentOptimizer):
         momentum_buffer_dtype: torch.dtype = CODES,
         rounding: str = "stochastic",
         seed: int = 0,
-        backend: Backend = "inductor",
+        backend: Backend = AUTO,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -117,12 +118,12 @@ class Muon(MomentOptimizer):
             check_number("Muon", name, group[name])
         check_number("Muon", "momentum", group["momentum"], below=1.0)
         if group["adjust_lr_fn"] not in ADJUSTMENTS:
-            raise ValueError(f"Muon: adjust_lr_fn is {group['adjust_lr_fn']!r}; it is one of {ADJUSTMENTS}.")
+            raise ValueError(f"Muon: `adjust_lr_fn` is {group['adjust_lr_fn']!r}; it must be one of {ADJUSTMENTS}.")
         for p in group["params"]:
             if p.ndim != 2:
                 raise ValueError(
-                    f"Muon: a parameter has shape {tuple(p.shape)}; it is a matrix. Give others to another optimizer, "
-                    "such as fp8compile.optim.AdamW."
+                    f"Muon: a parameter has shape {tuple(p.shape)}; it must have two dims. Pass other parameters to "
+                    "another optimizer, such as fp8compile.optim.AdamW."
                 )
         super().check_group(group)
 
@@ -142,7 +143,7 @@ class Muon(MomentOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step. If ``closure`` is given, first call it with gradients enabled, and return its result.
 
-        A parameter without gradient does not change, nor does its state.
+        Parameters without a gradient, and their states, do not change.
         """
         self._updates: dict[Tensor, Tensor] = {}
         loss = super().step(closure)

@@ -1,11 +1,11 @@
-"""Models that are spread over ranks: tensor, sequence and expert parallelism, and FSDP.
+"""Distributed training: tensor, sequence and expert parallelism, and FSDP.
 
-A converted model also runs under PyTorch's own DTensor plans. The plans here send fewer bytes. Code that keeps each
-rank's shard in plain tensors can call the functions that take a process group.
+A converted model also works with PyTorch's own DTensor plans. The plans here communicate fewer bytes. Code that stores
+each rank's shard in plain tensors can call the functions that accept a process group.
 """
 
-from fp8compile.nn.expert_routes import Routes, expert_routes
 from fp8compile.nn.experts.spread_over_ranks import spread_experts
+from fp8compile.nn.layer.expert_routes import Routes, expert_routes
 from fp8compile.parallel.broadcast_parameters import broadcast_parameters
 from fp8compile.parallel.clip_grad_norm import clip_grad_norm_
 from fp8compile.parallel.expert_gradients import average_expert_gradients, expert_parameters

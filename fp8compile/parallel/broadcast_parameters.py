@@ -30,17 +30,17 @@ def _take_initial(parameter: Any, group: ProcessGroup | None, source: int) -> No
 
 
 def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, source: int = 0) -> Model:
-    """Give all ranks one rank's parameters and buffers; quantized parameters travel as codes and scales.
+    """Broadcast parameters and buffers from one rank; quantized parameters are sent as FP8 data and scales.
 
-    ``DistributedDataParallel`` would broadcast values, which quantized parameters do not have. Call this first, then
-    ``DistributedDataParallel(model, init_sync=False)``, which skips the broadcast. Make optimizers after this call
-    too: the float32 masters of ``fp8compile.MasterWeights`` then start from the source rank's values. Codes of
-    ``cache_weights`` are made again, as after any write.
+    ``DistributedDataParallel`` can't broadcast quantized parameters. Call this function first, then
+    ``DistributedDataParallel(model, init_sync=False)``, which skips the broadcast. Create optimizers after this call,
+    so that the float32 masters of ``fp8compile.MasterWeights`` start from the source rank's values. Weights cached by
+    ``cache_weights`` are requantized, as after any write.
 
     Args:
-        model: A model with the same parameters on all ranks; all of them call this.
+        model: A model with the same parameters on all ranks, all of which must call this.
         group: The ranks; all ranks by default.
-        source: Number, in the group, of the rank whose parameters are sent.
+        source: Rank within the group whose parameters are sent.
 
     Returns:
         The model.

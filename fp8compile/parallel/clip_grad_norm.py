@@ -72,12 +72,12 @@ def _over_ranks(norm: Tensor, place: Place, norm_type: float) -> Tensor:
 
 def _check(model: object, max_norm: object, norm_type: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"clip_grad_norm_: model is {shown(model)}; it is a torch.nn.Module.")
+        raise TypeError(f"clip_grad_norm_: `model` is {shown(model)}; it must be a torch.nn.Module.")
     if not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: max_norm is {shown(max_norm)}; it is a number of at least 0.")
+        raise ValueError(f"clip_grad_norm_: `max_norm` is {shown(max_norm)}; it must be a number of at least 0.")
     if not isinstance(norm_type, (int, float)) or not norm_type > 0:
         raise ValueError(
-            f"clip_grad_norm_: norm_type is {shown(norm_type)}; it is a number above 0, such as 2.0 or float('inf')."
+            f"clip_grad_norm_: `norm_type` must be a number above 0, or float('inf'), got {shown(norm_type)}."
         )
 
 
@@ -90,21 +90,22 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale a model's gradients so that their norm over all ranks and meshes is at most ``max_norm``.
+    """Clip the norm of a model's gradients, computed over all ranks and meshes, to ``max_norm``.
 
-    The result equals ``torch.nn.utils.clip_grad_norm_`` on the whole model in one process, bit for bit for plain
-    parameters. With tensor, expert and data parallel ranks, in any combination, each element counts once. All ranks
-    call this, after summing over ranks the gradients that ranks share (see `average_expert_gradients`).
+    The result equals that of ``torch.nn.utils.clip_grad_norm_`` on the full model in one process, bit for bit for
+    plain parameters. With any combination of tensor, expert and data parallelism, each element counts once. All ranks
+    must call this, after gradients that ranks share have been reduced (see `average_expert_gradients`).
 
     Args:
         model: A model whose parameters are plain tensors, or DTensors on any number of meshes.
-        max_norm: The largest norm that gradients may have.
-        norm_type: Order of the norm, above 0; ``float("inf")`` takes the largest magnitude.
-        error_if_nonfinite: Whether a norm that is infinite or NaN raises; else gradients are scaled by it.
-        foreach: Whether one kernel takes many gradients; None lets PyTorch choose, as in PyTorch's function.
+        max_norm: Maximum norm of the gradients.
+        norm_type: Order of the norm, above 0; ``float("inf")`` for the largest magnitude.
+        error_if_nonfinite: Whether to raise an error if the norm is infinite or NaN. If False, gradients are scaled by
+            it.
+        foreach: Whether to use the foreach implementation; None lets PyTorch choose.
 
     Returns:
-        The norm before scaling, shape (), the same on all ranks, in the dtype that gradients have.
+        The norm before clipping, shape (), the same on all ranks, in the dtype of the gradients.
 
     Raises:
         TypeError: The model is not a module.
@@ -125,8 +126,8 @@ def clip_grad_norm_(
     total = _total(norms, norm_type, grads)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} of all gradients is {total.item()}. Leave "
-            "error_if_nonfinite out to scale gradients by it anyway."
+            f"clip_grad_norm_: the norm of order {norm_type} of all gradients is {total.item()}. To clip with a norm "
+            "that is not finite instead of raising an error, omit error_if_nonfinite."
         )
     for own in by_place.values():  # for one mesh at a time, because no operator of DTensor takes two
         nn.utils.clip_grads_with_norm_(own, max_norm, total, foreach)

@@ -102,8 +102,8 @@ def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ..
     """
     if op.sharding is None:
         raise TypeError(
-            f"{op.name} got a DTensor and has no sharding rule: it was registered with sharding=None. Give it whole "
-            "tensors (.full_tensor(), or .to_local() of what is replicated)."
+            f"{op.name} does not support DTensors, because it was registered with sharding=None. Pass full tensors "
+            "(.full_tensor(), or .to_local() if replicated)."
         )
     mesh = check_one_mesh(op.name, {f"argument {place}": a for place, a in enumerate(args) if isinstance(a, Tensor)})
     parts = [part_of(op.name, a) if isinstance(a, DTensor) else None for a in args]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.ops.layer.multiply_over_ranks import Step
+from fp8compile.ops.layer.multiply_over_ranks import GroupPlan
 
 __all__ = ["check_one_mesh", "cuts_of", "part_of", "placements_of", "whole_of"]
 
@@ -28,9 +28,9 @@ def _check_placement(function: str, tensor: DTensor, placement: Placement) -> No
     # exact types, because the placement of a flattened view is a subclass of Shard with another order of elements
     if type(placement) not in (Shard, Replicate, Partial):
         raise ValueError(
-            f"{function}: a tensor has placements {tensor.placements}; FP8 ops take Shard, Replicate and Partial. "
-            "Redistribute it to these; where a view flattened a sharded dim (_StridedShard), give the layer the "
-            "tensor as it was before."
+            f"{function}: a tensor has placements {tensor.placements}, but FP8 ops only support Shard, Replicate and "
+            "Partial. Call .redistribute() with one of these placements first. If a view flattened a sharded dim "
+            "(_StridedShard), pass the tensor from before the view to the layer."
         )
 
 
@@ -85,20 +85,20 @@ def whole_of(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
     )
 
 
-def placements_of(steps: Sequence[Step], dims: dict[str, Sequence[int]]) -> list[Placement]:
-    """Return the placements of a GEMM's result; ``steps`` says for each mesh dim what its ranks have of the result.
+def placements_of(plans: Sequence[GroupPlan], dims: dict[str, Sequence[int]]) -> list[Placement]:
+    """Return the placements of a GEMM's result; ``plans`` says for each mesh dim what its ranks have of the result.
 
     Where they have rows, the result is sharded along ``dims["m"][i]``, i being the mesh dim; for columns along
     ``dims["n"][i]``.
     """
     found: list[Placement] = []
-    for index, step in enumerate(steps):
-        if step.out is None:
+    for index, plan in enumerate(plans):
+        if plan.out is None:
             found.append(Replicate())
-        elif step.out == "sum":
+        elif plan.out == "sum":
             found.append(Partial())
         else:
-            found.append(Shard(dims[step.out][index]))
+            found.append(Shard(dims[plan.out][index]))
     return found
 
 
@@ -113,14 +113,15 @@ def check_one_mesh(function: str, tensors: Mapping[str, Any]) -> DeviceMesh:
     placed = [name for name in given if name not in plain]
     if plain:
         raise TypeError(
-            f"{function}: {', '.join(placed)} {'is a DTensor' if len(placed) == 1 else 'are DTensors'} and "
-            f"{', '.join(plain)} {'is' if len(plain) == 1 else 'are'} not; a layer is spread over ranks as a whole or "
-            "not at all. Use torch.distributed.tensor.distribute_tensor, DTensor.from_local or parallelize_module."
+            f"{function}: {', '.join(placed)} {'is a DTensor' if len(placed) == 1 else 'are DTensors'}, but "
+            f"{', '.join(plain)} {'is' if len(plain) == 1 else 'are'} not. Shard the full layer, with "
+            "torch.distributed.tensor.distribute_tensor, DTensor.from_local or parallelize_module."
         )
     mesh = given[placed[0]].device_mesh
     for name in placed[1:]:
         if given[name].device_mesh != mesh:
             raise ValueError(
-                f"{function}: {placed[0]} is on mesh {mesh} and {name} on {given[name].device_mesh}; they are on one."
+                f"{function}: {placed[0]} is on mesh {mesh}, but {name} is on {given[name].device_mesh}. All "
+                "tensors must be on the same mesh."
             )
     return mesh

@@ -29,10 +29,10 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that `ExpertParallel` or `spread_experts` has spread over ranks.
+    """Return the parameters that `ExpertParallel` or `spread_experts` has sharded over ranks.
 
     If FSDP runs over the same ranks, pass these parameters as ``ignored_params`` to ``fsdp_float8_all_gather``,
-    ``fully_shard`` or ``graph_fsdp``. Call this after experts are spread.
+    ``fully_shard`` or ``graph_fsdp``. Call this after sharding the experts.
 
     Args:
         model: A model. Without expert parallelism the set is empty.
@@ -41,26 +41,27 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def average_expert_gradients(model: nn.Module, parts: int, *, replicas: ProcessGroup | None = None) -> None:
-    """Divide the gradients of spread experts by the number of parts of the batch, in place.
+    """Divide the gradients of sharded experts by the number of parts of the batch, in place.
 
     Each part of the batch has its own mean loss. An expert's gradient is a sum over rows from all parts; divided by
-    the number of parts, it is the gradient of the mean loss over the whole batch. Call this after each backward that
-    ends a step.
+    the number of parts, it is the gradient of the mean loss over the full batch. Call this after the last backward of
+    each step.
 
     Args:
-        model: A model with experts that `ExpertParallel` or `spread_experts` has spread. Gradients of other parameters
-            stay as they are.
+        model: A model with experts sharded by `ExpertParallel` or `spread_experts`. Gradients of other parameters do
+            not change.
         parts: Number of equal parts into which the batch was split over all ranks whose gradients are summed. It is
-            the number of ranks over which experts are spread (ranks with the same tokens count as one), times the
-            number of ranks of ``replicas``. Ranks over which FSDP shards experts don't count: FSDP takes the mean.
-        replicas: Ranks that have the same experts and other tokens, whose gradients are summed first. None if FSDP
-            sums these gradients, or no other rank has these experts.
+            the number of ranks over which experts are sharded (ranks with the same tokens count as one), times the
+            number of ranks of ``replicas``. Ranks over which FSDP shards experts don't count, because FSDP computes
+            the mean.
+        replicas: Ranks that have the same experts but different tokens, whose gradients are summed first. None if FSDP
+            sums these gradients, or if no other rank has these experts.
 
     Raises:
         ValueError: ``parts`` is not a positive int.
     """
     if type(parts) is not int or parts < 1:
-        raise ValueError(f"average_expert_gradients: parts is {shown(parts)}; it is an int of at least 1.")
+        raise ValueError(f"average_expert_gradients: `parts` is {shown(parts)}; it must be an int of at least 1.")
     for parameter in _named(model).values():
         if parameter.grad is None:
             continue
@@ -98,12 +99,11 @@ def check_meshes(
 
     if names := [name for name, parameter in _named(model).items() if overlaps(parameter)]:
         raise ValueError(
-            f"{function}: {_shown_names(names)} {'is' if len(names) == 1 else 'are'} spread over ranks by "
-            "ExpertParallel, and FSDP would shard over the same ones. Leave experts alone: pass "
-            "ignored_params=fp8compile.parallel.expert_parameters(model) here and to each fully_shard, and divide "
-            "their gradients by fp8compile.parallel.average_expert_gradients. Or shard them over another dim of the "
-            "mesh that ExpertParallel has one of: mesh['fsdp'] of init_device_mesh(..., mesh_dim_names=('fsdp', "
-            "'ep'))."
+            f"{function}: {_shown_names(names)} {'is' if len(names) == 1 else 'are'} sharded over ranks by "
+            "ExpertParallel, and FSDP would shard over the same ranks. Either exclude experts: pass "
+            "ignored_params=fp8compile.parallel.expert_parameters(model) to this function and to each fully_shard, "
+            "and divide their gradients with fp8compile.parallel.average_expert_gradients. Or shard them over another "
+            "dim of the same mesh: mesh['fsdp'] of init_device_mesh(..., mesh_dim_names=('fsdp', 'ep'))."
         )
 
 

@@ -9,41 +9,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fp8compile.nn.expert_routes import check_capacity
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.known_modules import holds_no_stacks, host_of, layout_of
 from fp8compile.nn.experts.overflow import counter_of, start_counting
 from fp8compile.nn.experts.spread_over_ranks import DispatchOptions, check_mesh, spread_experts
 from fp8compile.nn.experts.transformers_experts import ROUTED
+from fp8compile.nn.layer.expert_routes import check_capacity
 
 __all__ = ["ExpertParallel", "overflowed_rows"]
 
 
 class ExpertParallel(ParallelStyle):
-    """Spread experts over the ranks of a mesh; rows of tokens are sent to the ranks of their experts.
+    """Expert parallelism: shard experts over the ranks of a mesh, and send tokens to the ranks of their experts.
 
-    Parameters become DTensors with ``Shard(0)``. If every GEMM that reads the rows takes codes, rows travel as codes
-    and scales of the recipe's input quantizer, and results come back in their own dtype. In the backward, gradients of
-    the results travel as codes of the recipe's grad_output, and gradients of the rows come back in their own dtype.
+    Parameters become DTensors with ``Shard(0)``. If every GEMM that reads the rows supports FP8 input, rows are
+    dispatched in FP8 with the recipe's input quantizer, and results are combined in their own dtype. In the backward,
+    gradients of the results are sent in FP8 with the recipe's grad_output quantizer, and gradients of the rows are
+    returned in their own dtype.
 
     Args:
-        capacity: Number of rows that a rank may send to another. None sets no limit; the host then waits for the
-            numbers of rows once in a forward. With a capacity, it never waits in compiled code. Rows that do not fit
-            raise in eager mode, and are dropped and counted in compiled code (see `overflowed_rows`).
-        float8_dispatch: Whether rows may travel as codes. A GEMM that needs other codes of the rows, as grad_weight of
-            ``rowwise`` does, then quantizes the received values, and losses differ in the last digits from losses
+        capacity: Maximum number of rows that a rank may send to another. None sets no limit; the host then
+            synchronizes once per forward to read the numbers of rows. With a capacity, compiled code never
+            synchronizes. Rows that do not fit raise an error in eager mode, and are dropped and counted in compiled
+            code (see `overflowed_rows`).
+        float8_dispatch: Whether rows may be sent in FP8. A GEMM that quantizes the rows differently, such as
+            grad_weight of ``rowwise``, then quantizes the received values again, and losses differ slightly from those
             without expert parallelism. If False, losses are the same.
-        same_tokens: A mesh with one dim whose ranks have the same tokens, such as the tensor parallel ranks of the
-            attention before; experts are spread over all of these ranks. Each rank sends its share of the tokens, and
-            all ranks get all results. None if each rank has its own tokens. If ranks with the same tokens are not
-            named here, each token counts several times in the gradients of experts.
+        same_tokens: A 1-D mesh whose ranks have the same tokens, such as the tensor parallel ranks of the preceding
+            attention. Experts are sharded over all of these ranks. Each rank sends its share of the tokens, and all
+            ranks get all results. None if each rank has its own tokens. If you omit it although ranks have the same
+            tokens, each token counts several times in the gradients of experts.
 
     Raises:
-        TypeError: ``same_tokens`` is not a DeviceMesh. When the style is applied: the module is no module of experts
-            that ``fp8compile.convert`` converted and that routes tokens itself, or was spread over ranks before.
+        TypeError: ``same_tokens`` is not a DeviceMesh. When the style is applied: the module is not an experts module
+            that ``fp8compile.convert`` converted and that routes tokens itself, or it is already sharded.
         ValueError: ``capacity`` is not a positive int. When the style is applied: a mesh has more than one dim, the
-            number of experts is not a multiple of the number of ranks, or ``same_tokens`` has ranks that are not on
-            the mesh.
+            number of experts is not a multiple of the number of ranks, or ``same_tokens`` has ranks outside of the
+            mesh.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         check_capacity("ExpertParallel", capacity)
         if same_tokens is not None and not isinstance(same_tokens, DeviceMesh):
-            raise TypeError(f"ExpertParallel: same_tokens is a {type(same_tokens).__name__}; it is a DeviceMesh.")
+            raise TypeError(f"ExpertParallel: `same_tokens` must be a DeviceMesh, got a {type(same_tokens).__name__}.")
         super().__init__()
         self.options: DispatchOptions = DispatchOptions(
             capacity=capacity, codes=float8_dispatch, same_tokens=same_tokens
@@ -71,23 +73,25 @@ class ExpertParallel(ParallelStyle):
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(module, ConvertedExperts):
         raise TypeError(
-            f"ExpertParallel: given a {type(module).__name__}; it is for experts that fp8compile.convert has "
-            "converted. Convert first, and name the module of experts in the plan."
+            f"ExpertParallel: expected experts converted by fp8compile.convert, got a {type(module).__name__}. "
+            "Convert first, and name the module of experts in the plan."
         )
     if (reason := holds_no_stacks(module)) is not None:
         raise TypeError(
-            f"ExpertParallel: given a {type(module).__name__}, which {reason}; they alone are spread over ranks. "
-            "Shard it by fully_shard or fp8compile.parallel.graph_fsdp."
+            f"ExpertParallel: got a {type(module).__name__}, which {reason}, so it can't be sharded by expert. "
+            "Shard it with fully_shard or fp8compile.parallel.graph_fsdp."
         )
     if host_of(module) is not ROUTED:
         raise TypeError(
-            f"ExpertParallel: given a {type(module).__name__}, which is handed its rows sorted by expert. Send them "
-            "where they are sorted, by fp8compile.parallel.expert_routes or the library's own expert parallel."
+            f"ExpertParallel: got a {type(module).__name__}, which receives its rows already sorted by expert. Send "
+            "the rows where they are sorted, with fp8compile.parallel.expert_routes or the library's own expert "
+            "parallelism."
         )
     check_mesh("ExpertParallel", layout_of(module).num_experts, mesh)
     if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
         raise TypeError(
-            "ExpertParallel: parameters of the experts are DTensors already; apply it once, before others."
+            "ExpertParallel: the parameters of the experts are already DTensors. Apply ExpertParallel once, "
+            "before other styles."
         )
 
 
@@ -96,25 +100,25 @@ def _check_same_tokens(same: DeviceMesh | None, mesh: DeviceMesh) -> None:
         return
     if same.ndim != 1:
         raise ValueError(
-            f"ExpertParallel: same_tokens has {same.ndim} dims, {same.mesh_dim_names}; take the one whose ranks have "
-            "the same tokens, mesh['tp'] for one."
+            f"ExpertParallel: `same_tokens` must have one dim, got {same.ndim}: {same.mesh_dim_names}. Pass the dim "
+            "whose ranks have the same tokens, such as mesh['tp']."
         )
     if others := sorted({*same.mesh.tolist()} - {*mesh.mesh.tolist()}):
         raise ValueError(
-            f"ExpertParallel: ranks {others} of same_tokens are not among those over which experts are cut, "
-            f"{mesh.mesh.tolist()}. Cut experts over all of them, by a flattened mesh for one, or leave same_tokens "
-            "out: then ranks with the same tokens and the same experts compute the same."
+            f"ExpertParallel: ranks {others} of same_tokens are not among the ranks over which experts are sharded, "
+            f"{mesh.mesh.tolist()}. Shard experts over all of them, for example over a flattened mesh, or omit "
+            "same_tokens; ranks with the same tokens and experts then compute the same."
         )
 
 
 def overflowed_rows(model: nn.Module) -> dict[str, int]:
-    """Return how many rows this rank has dropped so far, for each module of experts with a capacity.
+    """Return how many rows this rank has dropped so far, for each experts module with a capacity.
 
     Args:
-        model: A model, compiled or not. Reading the numbers waits for its device.
+        model: A model, compiled or not. The call synchronizes with its device.
 
     Returns:
-        The numbers by the name of the module; 0 means that all rows fit in their messages.
+        The numbers by module name; 0 means that no rows were dropped.
     """
     counters = {
         name: counter_of(module) for name, module in model.named_modules() if isinstance(module, ConvertedExperts)

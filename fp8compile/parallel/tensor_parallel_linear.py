@@ -17,16 +17,17 @@ an attention block, and nothing is sent between the two. Sums are sent in the dt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fp8compile.nn.delayed_state import group_name
-from fp8compile.nn.functional import check_recipe, checked_operands
-from fp8compile.ops import sharded_linear
-from fp8compile.ops.layer.layer_ops import SHARDED
-from fp8compile.ops.layer.statistics.observe import Observer
+from fp8compile.nn.layer.delayed_state import group_name
+from fp8compile.nn.layer.functional import check_recipe, checked_operands
+from fp8compile.ops import linear as linear_op
+from fp8compile.ops.layer.layer_sharding import OverGroup
+from fp8compile.ops.layer.observer import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import check_agreement, checked_sizes, own_sizes, shown
 
@@ -40,12 +41,12 @@ def check_group(function: str, group: object, *tensors: object) -> str:
     """
     if any(isinstance(tensor, DTensor) for tensor in tensors):
         raise TypeError(
-            f"{function}: a tensor is a DTensor, which knows its ranks itself; this function takes what one rank has. "
-            "Give DTensors to fp8compile.linear, or pass .to_local()."
+            f"{function}: a tensor is a DTensor, but {function} requires plain tensors, the local shards of a rank. "
+            "Pass .to_local(), or pass the DTensors to fp8compile.linear."
         )
     name = group_name(function, group)
     if name is None:
-        raise TypeError(f"{function}: group is None; on one rank alone this layer is fp8compile.linear.")
+        raise TypeError(f"{function}: `group` is None; it must be a process group. On one rank use fp8compile.linear.")
     return name
 
 
@@ -59,13 +60,16 @@ def _shared_sizes(
     if given is None:
         if total % group.size():
             raise ValueError(
-                f"{function}: {what} are {total}, no multiple of {group.size()} ranks. Say what each of them gets: "
-                f"{argument}=(...)."
+                f"{function}: {what} are {total}, which is not a multiple of the {group.size()} ranks. Pass the "
+                f"number for each rank: {argument}=(...)."
             )
         return (total // group.size(),) * group.size()
     sizes = checked_sizes(function, argument, given, group)
     if sum(sizes) != total:
-        raise ValueError(f"{function}: {argument} is {sizes}, {sum(sizes)} together, and {what} are {total}.")
+        raise ValueError(
+            f"{function}: `{argument}` is {sizes}, which sums to {sum(sizes)}, but {what} are {total}. Pass sizes "
+            f"that sum to {total}."
+        )
     return sizes
 
 
@@ -77,16 +81,16 @@ def _sequence_dim(function: str, x: Tensor, sequence_dim: object, sequence_sizes
     if sequence_dim is None:
         if sequence_sizes is not None:
             raise ValueError(
-                f"{function}: sequence_sizes is {shown(sequence_sizes)} and sequence_dim None; name the dim that they "
-                "are sizes of, or leave both out."
+                f"{function}: `sequence_sizes` is {shown(sequence_sizes)}, but sequence_dim is None. Pass the dim "
+                "that they refer to, or omit both."
             )
         return None
     if type(sequence_dim) is not int:
-        raise TypeError(f"{function}: sequence_dim is {shown(sequence_dim)}; it is an int, or None.")
+        raise TypeError(f"{function}: `sequence_dim` is {shown(sequence_dim)}; it must be an int, or None.")
     if not -x.ndim <= sequence_dim < x.ndim or sequence_dim % x.ndim == x.ndim - 1:
         raise ValueError(
-            f"{function}: sequence_dim is {sequence_dim}, x has shape {tuple(x.shape)}; it is one of the dims before "
-            "the last, which holds features."
+            f"{function}: `sequence_dim` is {sequence_dim}, and x has shape {tuple(x.shape)}; it must be one of the "
+            "dims before the last, which is the feature dim."
         )
     return sequence_dim % x.ndim
 
@@ -109,15 +113,17 @@ def _parallel(
     x, weight, bias = checked_operands(function, x, weight, bias)
     what = f"the {('rows', 'columns')[weight_dim]} of weight"
     features = own_sizes(function, "feature_sizes", feature_sizes, group, weight.shape[weight_dim], what)
-    dim, tokens = _sequence_dim(function, x, sequence_dim, sequence_sizes), (0,) * group.size()
+    tokens: tuple[int, ...] = ()
+    dim = _sequence_dim(function, x, sequence_dim, sequence_sizes)
     if dim is not None:
         known = own_sizes if weight_dim == 0 else _shared_sizes  # each rank has its tokens, or gets them of a sum
         what = f"the entries of x along dim {dim}"
         tokens = known(function, "sequence_sizes", sequence_sizes, group, x.shape[dim], what)
     check_agreement(function, x, group, feature_sizes=features, sequence_sizes=tokens)
-    place = weight_dim, features, dim, tokens, group.rank(), name
-    y = sharded_linear(x, weight, bias, *place, recipe)
-    return y if observer is None else SHARDED.observe(y, x, weight, *place, observer=observer, recipe=recipe)
+    sharding = OverGroup(weight_dim=weight_dim, ranks=group.size(), rank=group.rank(), group=name, sequence_dim=dim)
+    args: Any = None, [], [*features, *tokens], sharding, recipe
+    y = linear_op(x, weight, bias, *args)
+    return y if observer is None else observer.observe(y, x, weight, *args)
 
 
 def column_parallel_linear(
@@ -132,22 +138,23 @@ def column_parallel_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """A linear layer whose weight's rows are sharded over ranks; returns this rank's output features.
+    """Compute a linear layer with the rows of the weight sharded over ranks; returns this rank's output features.
 
-    Codes, scales, output and grad_weight have the same bits as in one process, even if a shard ends within a block;
-    grad_input is a sum over ranks. Differentiable once. All ranks of the group call this.
+    Quantization, output and grad_weight are bit-identical to a single process, even if a shard ends within a block;
+    grad_input is a sum over ranks. Differentiable once. All ranks of the group must call this.
 
     Args:
-        x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's.
+        x: Shape (..., in_features), bfloat16, float16 or float32: all tokens, or this rank's shard.
         weight: Shape (out_features / R, in_features), this rank's rows, the dtype of ``x``.
         bias: Shape (out_features / R,), this rank's shard, or None.
         recipe: Quantizers for the operands.
         group: The R ranks.
         sequence_dim: The dim of ``x`` that is sharded over the ranks; None if each rank has all tokens.
-        sequence_sizes: Number of tokens of each rank along ``sequence_dim``, zeros allowed; by default all ranks have
-            as many as this one.
-        feature_sizes: Number of rows of the weight for each rank; by default all ranks have as many as this one.
-        observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
+        sequence_sizes: Number of tokens of each rank along ``sequence_dim``, zeros allowed; by default the same on all
+            ranks.
+        feature_sizes: Number of rows of the weight on each rank; by default the same on all ranks.
+        observer: Buffers in which the backward accumulates statistics, from `fp8compile.nn.Observed.observer`; or
+            None.
 
     Returns:
         Shape (..., out_features / R) for all tokens, the dtype of ``x`` (or of autocast).
@@ -155,8 +162,8 @@ def column_parallel_linear(
     Raises:
         TypeError: ``recipe`` is not a Recipe, ``group`` is not a process group, a dtype or layout is not supported, or
             a tensor is a DTensor.
-        ValueError: Shapes, sizes or devices do not fit; or the recipe has delayed scaling; or ranks give different
-            sizes, which they compare in the first call with a group.
+        ValueError: Shapes, sizes or devices do not match, the recipe has delayed scaling, or ranks pass different
+            sizes, which the first call with a group compares.
         RuntimeError: This device has no GEMM for the recipe.
     """
     given = sequence_dim, sequence_sizes, feature_sizes, observer
@@ -175,11 +182,11 @@ def row_parallel_linear(
     feature_sizes: Sequence[int] | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """A linear layer whose weight's columns are sharded over ranks; returns the sum over ranks.
+    """Compute a linear layer with the columns of the weight sharded over ranks; returns the sum over ranks.
 
-    Codes, scales, grad_input and grad_weight have the same bits as in one process, even if a shard ends within a
+    Quantization, grad_input and grad_weight are bit-identical to a single process, even if a shard ends within a
     block. The output, for all tokens or for this rank's, is a sum over ranks in the dtype of ``x``. Differentiable
-    once. All ranks of the group call this.
+    once. All ranks of the group must call this.
 
     Args:
         x: Shape (..., in_features / R), this rank's features for all tokens; bfloat16, float16 or float32.
@@ -188,16 +195,16 @@ def row_parallel_linear(
         recipe: Quantizers for the operands.
         group: The R ranks.
         sequence_dim: The dim of the output that is sharded over the ranks; None if each rank gets all tokens.
-        sequence_sizes: Number of tokens that each rank gets along ``sequence_dim``, zeros allowed; equal parts by
-            default.
-        feature_sizes: Number of columns of the weight for each rank; by default all ranks have as many as this one.
-        observer: Buffers to which the backward adds statistics, from `fp8compile.nn.Observed.observer`; or None.
+        sequence_sizes: Number of tokens that each rank gets along ``sequence_dim``, zeros allowed; equal by default.
+        feature_sizes: Number of columns of the weight on each rank; by default the same on all ranks.
+        observer: Buffers in which the backward accumulates statistics, from `fp8compile.nn.Observed.observer`; or
+            None.
 
     Returns:
         Shape (..., out_features), the dtype of ``x`` (or of autocast).
 
     Raises:
-        TypeError, ValueError, RuntimeError: In the cases of `column_parallel_linear`.
+        TypeError, ValueError, RuntimeError: As for `column_parallel_linear`.
     """
     given = sequence_dim, sequence_sizes, feature_sizes, observer
     return _parallel("row_parallel_linear", 1, x, weight, bias, recipe, group, *given)

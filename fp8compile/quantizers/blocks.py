@@ -39,8 +39,8 @@ def check_block(owner: str, block: object) -> None:
     pair = isinstance(block, tuple) and len(block) == 2 and all(type(b) is int for b in block)
     if not pair or any(b < 1 and b != -1 for b in block):  # type: ignore[attr-defined]
         raise ValueError(
-            f"{owner}: block is {block!r}; it is a tuple (rows, columns) of ints, each at least 1, or -1 for the "
-            "whole dim: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1, 128), (128, 128)."
+            f"{owner}: `block` is {block!r}; it must be a tuple (rows, columns) of ints, each at least 1, or -1 for "
+            "the full dim: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1, 128), (128, 128)."
         )
 
 
@@ -67,7 +67,7 @@ def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 def grid_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """Return the shape of the grid of blocks over a tensor of shape ``shape``; blocks are (rows, columns).
 
-    The grid has one entry for each block; leading dims are kept if the block has one row or all rows.
+    The grid has one entry per block. Leading dims are kept if the block has one row or all rows.
     """
     if len(shape) == 0:
         return ()
@@ -86,10 +86,10 @@ def _sides(rows: int, columns: int, block: Block) -> tuple[int, int, int, int]:
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Compute the largest magnitude in each block, exact; NaN if a block holds a NaN, 0 if it is empty.
+    """Compute the exact largest magnitude in each block; NaN if a block contains a NaN, 0 if it is empty.
 
-    Blocks lie on ``x`` viewed as a matrix by `as_matrix`. Returns shape ``grid_shape(x.shape, block)``, the dtype of
-    ``x``.
+    Blocks refer to ``x`` viewed as a matrix with `as_matrix`. The result has shape ``grid_shape(x.shape, block)`` and
+    the dtype of ``x``.
     """
     grid = grid_shape(x.shape, block)
     if guard_or_false(x.numel() == 0):

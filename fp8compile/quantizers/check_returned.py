@@ -48,7 +48,7 @@ def returned(
         return found
     shown = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise TypeError(
-        f"{type(quantizer).__name__}.{step} returned {shown.removeprefix('torch.')}; it returns "
+        f"{type(quantizer).__name__}.{step} returned {shown.removeprefix('torch.')}; it must return "
         f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}, {shape_of}."
     )
 
@@ -65,7 +65,8 @@ def shape_said(quantizer: Quantizer, method: str, shape: Sequence[int]) -> tuple
     if isinstance(found, (tuple, Sequence)) and all(isinstance(size, (int, torch.SymInt)) for size in found):
         return tuple(found)
     raise TypeError(
-        f"{type(quantizer).__name__}.{method} returned {found!r} for shape {tuple(shape)}; it returns a tuple of ints."
+        f"{type(quantizer).__name__}.{method} returned {found!r} for shape {tuple(shape)}; it must return a tuple of "
+        "ints, one size per dim, such as (4, 8)."
     )
 
 
@@ -75,5 +76,6 @@ def dtype_said(quantizer: Quantizer) -> torch.dtype:
     if isinstance(found, torch.dtype):
         return found
     raise TypeError(
-        f"{type(quantizer).__name__}.scale_dtype returned {found!r}; it returns a torch.dtype, such as torch.uint8."
+        f"{type(quantizer).__name__}.scale_dtype returned {found!r}; it must return a torch.dtype, such as "
+        "torch.uint8."
     )

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from fp8compile import _compat
-from fp8compile.quantizers.check_declaration import check_class, check_decorated, field_types, fits
+from fp8compile.quantizers.check_declaration import check_class, check_decorated
 
 __all__ = ["Constant", "module_source", "salt_with", "source_salt"]
 
@@ -30,7 +30,7 @@ PACKAGE = __name__.partition(".")[0]
 # the last two replace ops after the cache's key was computed
 SALTED = (
     "formats.py", "target.py", "scale_layouts.py", "_compat", "inductor", "layout", "quantizers", "ops", "kernels",
-    "tensor", "saved_tensors", "parallel",
+    "tensor", "saved_tensors", "parallel", "monitor",
 )  # fmt: skip
 NAMED: Counter[str] = Counter()  # for each name in graphs, the number of classes that have it
 SALTED_MODULES: set[str] = set()  # modules of other packages whose ops or GEMMs are compiled into graphs
@@ -136,33 +136,26 @@ def _expression(value: Any, names: dict[str, type[Any]], rank_salt: str) -> str:
 def _check_field(owner: str, name: str, value: Any) -> None:
     for part in value if isinstance(value, tuple) else (value,):
         if isinstance(part, float) and not math.isfinite(part):
-            raise ValueError(f"{owner}: field {name} is {part}; it has to be finite.")
+            raise ValueError(f"{owner}: field {name} is {part}; it must be finite.")
         # the repr of a subclass of float (numpy's) or of str (an enum's) is code that a graph can't run
         if type(part) not in ALLOWED_FIELD_TYPES and not isinstance(part, Constant):
             raise TypeError(
-                f"{owner}: field {name} holds a {type(part).__name__}; a constant of a graph holds str, int, float, "
-                "bool, None, tuples of them, quantizers, and never a tensor, a dtype, a list or a process group. "
-                "Name a dtype by a string; what changes from step to step belongs into a module's buffers."
+                f"{owner}: field {name} holds a {type(part).__name__}, but a constant of a graph can only hold str, "
+                "int, float, bool, None, tuples of these, and quantizers. It can't hold a tensor, a dtype, a list "
+                "or a process group. Name a dtype by a string, keep what changes from step to step in buffers of a "
+                "module, and pass a process group with the tensor (fp8compile.quantize(x, quantizer, group=...))."
             )
 
 
-@cache
-def _foreign_types(cls: type[Any]) -> dict[str, Any]:
-    """Return the annotated types of those fields of ``cls`` that classes of other packages declare, by field."""
-    declared = {name for base in cls.__mro__ if _is_foreign(base.__module__) for name in inspect.get_annotations(base)}
-    types = field_types(cls)  # type: ignore[arg-type]  # classes are hashable
-    return {name: hint for name, hint in types.items() if name in declared}
-
-
 class Constant(_compat.OpaqueBase):
-    """Base of frozen dataclasses that are constants of a graph.
+    """Base class of frozen dataclasses that are constants of a graph.
 
     Two constants are equal if they have the same class and fields. Equal constants share a compiled graph; a different
-    constant recompiles. Subclasses are frozen dataclasses. Subclassing registers them with torch.compile.
+    constant recompiles. Subclasses must be frozen dataclasses. Subclassing registers them with torch.compile.
 
     Raises:
-        TypeError: A field or attribute can't be part of a constant; raised when the class is defined. A wrong
-            decorator raises when the first instance is made, a wrong value of a field with each instance.
+        TypeError: An attribute is not a field (raised when the class is defined), the class is not a frozen dataclass
+            (raised when the first instance is created), or a field has a wrong value.
         ValueError: A field is infinite or NaN.
     """
 
@@ -171,12 +164,12 @@ class Constant(_compat.OpaqueBase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_class(cls, Constant)
+        check_class(cls)
 
         def from_graph(salt: str, **values: Any) -> Constant:
-            """Rebuild a constant with the fields ``values``, from its expression in a graph's source.
+            """Rebuild a constant with the fields ``values`` from its expression in a graph's source.
 
-            ``salt`` is not used here; it only changes the compile cache's key.
+            ``salt`` is unused; it only changes the key of the compile cache.
             """
             return cls(**values)
 
@@ -198,13 +191,6 @@ class Constant(_compat.OpaqueBase):
         check_decorated(type(self))  # type: ignore[arg-type]  # classes are hashable
         for field in fields(self):
             _check_field(type(self).__name__, field.name, getattr(self, field.name))
-        foreign = _foreign_types(type(self))  # type: ignore[arg-type]  # classes are hashable
-        for name, hint in foreign.items():
-            if not fits(getattr(self, name), hint):
-                raise TypeError(
-                    f"{type(self).__name__}: field {name} is {getattr(self, name)!r}; it is annotated as "
-                    f"{hint.__name__ if isinstance(hint, type) else hint}."
-                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields from a pickle or a copy by the constructor, which checks them."""

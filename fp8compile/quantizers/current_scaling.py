@@ -18,18 +18,18 @@ __all__ = ["CurrentScaling"]
 
 @dataclass(frozen=True, repr=False)
 class CurrentScaling(Quantizer):
-    """Quantizer whose scale comes from the amax of the values themselves.
+    """Quantizer that computes the scale from the amax of the tensor being quantized.
 
     Attributes:
-        format: ``"e4m3"`` (3 bits of mantissa, up to 448) or ``"e5m2"`` (2 bits, up to 57344).
+        format: ``"e4m3"`` (3 mantissa bits, largest value 448) or ``"e5m2"`` (2 mantissa bits, largest value 57344).
         block: (rows, columns) that share one scale: (-1, -1) tensorwise, (1, -1) rowwise, (-1, 1) columnwise, (1,
-            128), (128, 128), or any other.
+            128), (128, 128), or any other shape.
         scale: The scale rule. ``"fp32"``: values are multiplied by format_max / amax. ``"pow2"``: the same, rounded
             down to a power of two. ``"e8m0_rceil"`` and ``"e8m0_floor"``: scales are powers of two stored as one byte,
             as in the MX formats.
-        eps: Lower bound of the amax, which replaces smaller amaxes; 0 for none.
-        rounding: Rounding of values to codes. ``"nearest"``: ties to even. ``"stochastic"``, meant for gradients: up
-            or down at random, so that the expected error is 0; see `fp8compile.quantizers.stochastic_rounding`.
+        eps: Lower bound of the amax. Smaller amaxes are replaced by it; 0 disables the bound.
+        rounding: Rounding mode. ``"nearest"`` rounds ties to even. ``"stochastic"``, meant for gradients, rounds up or
+            down at random such that the expected error is 0; see `fp8compile.quantizers.stochastic_rounding`.
         seed: Seed of stochastic rounding.
 
     Raises:
@@ -47,22 +47,22 @@ class CurrentScaling(Quantizer):
         super().__post_init__()
         if self.format not in ("e4m3", "e5m2"):
             raise ValueError(
-                f"CurrentScaling: format is {self.format!r}; it is 'e4m3' or 'e5m2'. 4-bit codes have two "
+                f"CurrentScaling: `format` is {self.format!r}; it must be 'e4m3' or 'e5m2'. FP4 formats require two "
                 "levels of scales: fp8compile.TwoLevelScaling."
             )
         if self.scale not in SCALE_RULES:
             allowed = ", ".join(repr(rule) for rule in SCALE_RULES)
-            raise ValueError(f"CurrentScaling: scale is {self.scale!r}; it is one of {allowed}.")
+            raise ValueError(f"CurrentScaling: `scale` is {self.scale!r}; it must be one of {allowed}.")
         number = isinstance(self.eps, (int, float)) and not isinstance(self.eps, bool)
         if not number or not 0 <= self.eps <= FLOAT32_MAX:
             raise ValueError(
-                f"CurrentScaling: eps is {self.eps!r}; it is a number from 0 to the largest float32, the floor under "
-                "the amax."
+                f"CurrentScaling: `eps` is {self.eps!r}; it must be a number from 0 to the largest float32, the "
+                "lower bound of the amax."
             )
         check_rounding("CurrentScaling", self.rounding, self.seed)
 
     def stores_e8m0(self) -> bool:
-        """Whether scales are stored as E8M0 bytes, by the rules ``"e8m0_rceil"`` and ``"e8m0_floor"``."""
+        """Whether scales are stored as E8M0 bytes, as with the rules ``"e8m0_rceil"`` and ``"e8m0_floor"``."""
         return self.scale.startswith("e8m0")
 
     def scale_dtype(self) -> torch.dtype:
@@ -70,24 +70,24 @@ class CurrentScaling(Quantizer):
         return torch.uint8 if self.stores_e8m0() else torch.float32
 
     def is_local(self) -> bool:
-        """Whether a value's code depends only on its block; False for stochastic rounding, which adds noise."""
+        """Whether quantizing a value depends only on its block; False for stochastic rounding, which adds noise."""
         return self.rounding == "nearest"
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """Compute each block's multiplier (1 / scale) from its amax, by the rule that ``self.scale`` names."""
+        """Compute each block's multiplier (1 / scale) from its amax with the rule ``self.scale``."""
         return SCALE_RULES[self.scale](amax, self.element_format(), self.eps)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Multiply values in float32, and round the products once as ``self.rounding`` says, saturating.
+        """Multiply values by ``multiplier`` in float32, then round once with ``self.rounding``, saturating.
 
-        ``multiplier`` (1 / scale) has an entry for each block. Returns codes, uint8.
+        ``multiplier`` (1 / scale) has one entry per block. Returns the quantized values as uint8.
         """
         if self.rounding == "nearest":
             return super().cast(x, multiplier)
         return self._stochastic(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor, with noise from the positions of its elements in the whole tensor.
+        """Cast part of a tensor, with noise determined by the positions of its elements in the full tensor.
 
         ``rows`` has the position of each row's first element, ``columns`` the offset of each column; int64.
         """

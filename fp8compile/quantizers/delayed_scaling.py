@@ -58,20 +58,21 @@ def next_state(
 
 @dataclass(frozen=True, repr=False)
 class DelayedScaling(Quantizer):
-    """Quantizer of a whole tensor whose scale comes from the amaxes of earlier steps.
+    """Tensorwise quantizer that computes the scale from the amaxes of earlier steps.
 
     Attributes:
         format: ``"e4m3"`` or ``"e5m2"``.
-        block: (-1, -1), because a history belongs to a whole tensor.
-        history: Number of amaxes that are kept.
-        algorithm: The amax that determines the scale: ``"max"`` for the largest, ``"most_recent"`` for the newest.
-        margin: Number of powers of two between the largest code and the scaled amax, 0 to 8.
+        block: (-1, -1), because a history belongs to the full tensor.
+        history: Length of the amax history.
+        algorithm: Which amax of the history determines the scale: ``"max"`` for the largest, ``"most_recent"`` for the
+            newest.
+        margin: Headroom in powers of two between the scaled amax and the largest value of the format, 0 to 8.
 
     Raises:
         ValueError: A field has a value that is not allowed.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433; NVIDIA's TransformerEngine, ``recipe.DelayedScaling``. The
-    history equals TransformerEngine's element for element; the quotient is rounded once, not twice.
+    history equals TransformerEngine's element for element, but the quotient is rounded once instead of twice.
     """
 
     history: int = 1024
@@ -81,27 +82,27 @@ class DelayedScaling(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format not in ("e4m3", "e5m2"):
-            raise ValueError(f"DelayedScaling: format is {self.format!r}; it is 'e4m3' or 'e5m2'.")
+            raise ValueError(f"DelayedScaling: `format` is {self.format!r}; it must be 'e4m3' or 'e5m2'.")
         if self.block != (-1, -1):
             raise ValueError(
-                f"DelayedScaling: block is {self.block}; it is (-1, -1), for the history is that of a whole tensor. "
-                "For smaller blocks take fp8compile.CurrentScaling."
+                f"DelayedScaling: `block` is {self.block}; it must be (-1, -1), because the history stores one amax "
+                "for the full tensor. For smaller blocks use fp8compile.CurrentScaling."
             )
         if type(self.history) is not int or self.history < 1:
-            raise ValueError(f"DelayedScaling: history is {self.history!r}; it is a number of steps, 1 or more.")
+            raise ValueError(f"DelayedScaling: `history` is {self.history!r}; it must be an int of at least 1.")
         if self.algorithm not in ALGORITHMS:
-            raise ValueError(f"DelayedScaling: algorithm is {self.algorithm!r}; it is 'max' or 'most_recent'.")
+            raise ValueError(f"DelayedScaling: `algorithm` is {self.algorithm!r}; it must be 'max' or 'most_recent'.")
         if type(self.margin) is not int or not 0 <= self.margin <= LARGEST_MARGIN:
             raise ValueError(
-                f"DelayedScaling: margin is {self.margin!r}; it is an int from 0 to {LARGEST_MARGIN}, the powers of "
-                "two that stay free above the amax."
+                f"DelayedScaling: `margin` is {self.margin!r}; it must be an int from 0 to {LARGEST_MARGIN}, the "
+                "number of powers of two left free above the amax."
             )
 
     def amax(self, x: Tensor) -> Tensor:
         """Compute the largest magnitude of the tensor, reduced first within each row and then over rows.
 
-        A fused kernel with this order can also write a gradient's transposed codes by tiles. With a flat reduction,
-        neighbours among the bytes that it writes would be far apart in memory.
+        With this order, a fused kernel can also write a gradient's transposed FP8 data tile by tile. With a flat
+        reduction, its writes would not be coalesced.
         """
         if guard_or_false(x.numel() == 0):
             return super().amax(x)
@@ -110,9 +111,9 @@ class DelayedScaling(Quantizer):
     def multiplier(self, amax: Tensor) -> Tensor:
         """Raise a RuntimeError, because the multiplier comes from earlier steps and not from an amax."""
         raise RuntimeError(
-            "DelayedScaling: its scale comes from the steps before, not from the values that are quantized. Use it in "
-            "a recipe of fp8compile.Linear, or of fp8compile.linear(..., state=...), which keep that state; to "
-            "quantize a tensor by itself take fp8compile.CurrentScaling."
+            "DelayedScaling: its scale comes from previous steps and not from the values that are quantized. Use "
+            "it in a recipe of fp8compile.Linear or of fp8compile.linear(..., state=...), which keep its state. To "
+            "quantize a single tensor, use fp8compile.CurrentScaling."
         )
 
     def room(self) -> float:
@@ -124,10 +125,20 @@ class DelayedScaling(Quantizer):
         room = torch.full((), self.room(), dtype=torch.float64, device=amax.device)
         return next_state(history, multiplier, amax, room, self.algorithm)
 
-    def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Cast values to codes; a NaN or infinite value gets the NaN code.
+    def multiplier_for_write(self, history: Tensor, multiplier: Tensor, amax: Tensor) -> Tensor:
+        """Return the multiplier for new values of a quantized parameter, whose amax is known.
 
-        ``multiplier`` (1 / scale), from earlier steps, is always finite, so it can't make these codes NaN.
+        This is ``multiplier`` if an earlier step has set it, as for a weight in high precision. Otherwise
+        ``multiplier`` is still 1, which would lose small values, so the multiplier is computed from ``amax``.
+        """
+        before = torch.where(history[1:] < torch.inf, history[1:], 0.0)
+        _, own = self.next_state(torch.zeros_like(history), multiplier, amax)
+        return torch.where((multiplier == 1) & (before == 0).all(), own, multiplier)
+
+    def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
+        """Cast values to FP8. NaN and infinity become NaN.
+
+        ``multiplier`` (1 / scale), from earlier steps, is always finite, so it can't cause NaNs.
         """
         values = scaled(x, multiplier, self.block)
         # encode_numbers, because a finite value times a multiplier is never NaN

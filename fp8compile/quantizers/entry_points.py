@@ -6,21 +6,16 @@ package is imported only when its entry point's name is looked up.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Iterator
-from functools import lru_cache, reduce
 from importlib import metadata
-from typing import Any
 
 from fp8compile._compat import constant_when_traced
 from fp8compile.quantizers.quantizer import Quantizer
 from fp8compile.quantizers.recipe import Recipe
 
-__all__ = ["GROUP", "imported", "installed", "load", "source"]
+__all__ = ["GROUP", "LOADED", "installed", "load", "source"]
 
 GROUP = "fp8compile.quantizers"
-LOADED: dict[metadata.EntryPoint, Quantizer | Recipe] = {}  # the values that `load` has returned
+LOADED: dict[str, Quantizer | Recipe] = {}  # the values that `load` has returned, by name
 
 
 def _source(entry: metadata.EntryPoint) -> str:
@@ -34,8 +29,8 @@ def _entries() -> dict[str, metadata.EntryPoint]:
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise ValueError(
-                f"two packages name a quantizer {entry.name!r}: {_source(other)}, and {_source(entry)}. Uninstall one "
-                "of them."
+                f"two packages define a quantizer named {entry.name!r}: {_source(other)}, and {_source(entry)}. "
+                "Uninstall one of them."
             )
     return found
 
@@ -76,42 +71,8 @@ def load(name: str) -> Quantizer | Recipe:
         ) from error
     if not isinstance(value, (Quantizer, Recipe)):
         raise TypeError(
-            f"{_source(entry)} gives {value!r}; it has to give a fp8compile.Quantizer or a fp8compile.Recipe, or name "
-            "a class or function that returns one when called without arguments."
+            f"{_source(entry)} is {value!r}; it must be a fp8compile.Quantizer, a fp8compile.Recipe, or a class or "
+            "function that returns one when called without arguments."
         )
-    LOADED[entry] = value
+    LOADED[name] = value
     return value
-
-
-@lru_cache(maxsize=1)
-def _entries_on(path: tuple[str, ...]) -> list[metadata.EntryPoint]:
-    """Return all entry points of ``fp8compile.quantizers`` on ``path``, a copy of ``sys.path``.
-
-    The result is cached, because a search takes milliseconds and reports call this function often.
-    """
-    return sorted(metadata.entry_points(group=GROUP))
-
-
-def _value_of_imported(entry: metadata.EntryPoint) -> Any:
-    """Return the value of an entry point whose module is imported already; None otherwise.
-
-    A class is called to make the value. A function is itself returned until `load` has called it.
-    """
-    if entry in LOADED:
-        return LOADED[entry]
-    try:
-        found = reduce(inspect.getattr_static, entry.attr.split("."), sys.modules[entry.module])
-        return found() if isinstance(found, type) and issubclass(found, (Quantizer, Recipe)) else found
-    except (AttributeError, KeyError, TypeError, ValueError):  # not imported, not there, or no default arguments
-        return None
-
-
-def imported() -> Iterator[tuple[str, Quantizer | Recipe]]:
-    """Yield name and value of each entry point whose module is already imported. No package is imported.
-
-    A function's result is included only if `load` has called the function.
-    """
-    for entry in _entries_on(tuple(sys.path)):
-        value = _value_of_imported(entry)
-        if isinstance(value, (Quantizer, Recipe)):
-            yield entry.name, value

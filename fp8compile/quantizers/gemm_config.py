@@ -14,12 +14,12 @@ class GemmConfig(Constant):
     """The options of a GEMM, apart from its operands.
 
     Attributes:
-        fast_accumulation: Whether the GEMM may accumulate with the tensor core's reduced precision. If not, partial
+        fast_accumulation: Whether the GEMM may accumulate in the tensor core's reduced precision. If False, partial
             sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise, MX, on a CPU)
             ignore this option.
         emulate: Whether a GPU that has no GEMM for the operands multiplies the exact values in float64, slowly,
-            instead of raising.
-        by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM.
+            instead of raising an error.
+        by_mx: Whether a GPU of compute capability 12.0 runs tensorwise and rowwise GEMMs with its MX GEMM.
 
     Raises:
         TypeError: A field is not a bool.
@@ -33,4 +33,4 @@ class GemmConfig(Constant):
         super().__post_init__()
         for name in ("fast_accumulation", "emulate", "by_mx"):
             if type(getattr(self, name)) is not bool:
-                raise TypeError(f"GemmConfig: {name} is {getattr(self, name)!r}; it is True or False.")
+                raise TypeError(f"GemmConfig: `{name}` is {getattr(self, name)!r}; it must be True or False.")

@@ -40,34 +40,33 @@ __all__ = ["Quantizer", "transposed", "with_block"]
 
 @dataclass(frozen=True, repr=False)
 class Quantizer(Constant):
-    """Base of quantizers: format, block, and the steps from values to codes and back.
+    """Base class of quantizers: format, block, and the steps to quantize and dequantize.
 
     A quantizer is immutable and never holds a tensor or a process group. Quantizers with the same class and fields are
-    equal. They can be hashed and pickled, and are constants of compiled graphs. The steps depend on values only; if a
-    tensor is sharded over ranks, the amax is reduced between two steps (see ``fp8compile.quantize``).
+    equal. They can be hashed and pickled, and are constants in compiled graphs. The steps depend only on values. For a
+    tensor that is sharded over ranks, the amax is reduced between two steps (see ``fp8compile.quantize``).
 
-    A subclass defines ``multiplier``, the scale rule. It may override any other method, but some belong together:
+    A subclass defines ``multiplier``, the scale rule. It may override any other method, but some must be overridden
+    together:
 
-    - A format that packs codes overrides ``codes_shape``, ``values_shape``, ``cast``, ``dequantize`` and
-      ``transposed``.
+    - A packed format overrides ``codes_shape``, ``values_shape``, ``cast``, ``dequantize`` and ``transposed``.
     - Scales in another dtype need ``scale_dtype``, ``scale_of`` and ``scale_values``.
-    - A grid of scales other than that of blocks needs ``scale_shape``, ``amax``, ``cast`` and ``dequantize``.
+    - A grid of scales that does not follow the blocks needs ``scale_shape``, ``amax``, ``cast`` and ``dequantize``.
     - Two levels of scales need ``outer_scale``, ``block_scale`` and ``block_multiplier`` instead of ``multiplier``.
-      ``dequantize`` leaves the outer scale to its caller, because it is one more factor for the whole tensor.
+      ``dequantize`` leaves the global scale to its caller, because it is one factor for the full tensor.
 
-    If one of these methods is missing, the class statement raises. ``class Family(Quantizer, abstract=True)`` defines
-    a base class of other quantizers, which is not checked.
+    If one of these methods is missing, defining the class raises a TypeError. ``class Family(Quantizer,
+    abstract=True)`` defines a base class of other quantizers, which is not checked.
 
-    ``dequantize`` defines the meaning of codes. The hardware's GEMMs multiply float8 codes, one in each byte, times
-    the scales of their blocks, which is what the inherited ``dequantize`` says. Codes of a class with another
-    ``dequantize`` are multiplied by a GEMM that was registered for them (``fp8compile.library.register_gemm``).
-    Without such a GEMM, the values that ``dequantize`` returns are multiplied: on a CPU always, on a GPU only with
-    emulation.
+    ``dequantize`` defines what quantized values mean. Hardware GEMMs multiply float8 values, one per byte, and apply
+    the scales of their blocks, like the inherited ``dequantize``. A class that overrides ``dequantize`` needs a GEMM
+    registered for it (``fp8compile.library.register_gemm``). Without such a GEMM, the dequantized values are
+    multiplied: always on a CPU, and on a GPU only with emulation.
 
     Attributes:
-        format: Format of the codes: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with its own ``cast`` and
+        format: Format of the quantized values: ``"e4m3"``, ``"e5m2"`` or ``"e2m1"``. A class with its own ``cast`` and
             ``dequantize`` may give it another meaning.
-        block: (rows, columns) that share one scale, over the (M, K) view of a tensor; -1 is the whole dim.
+        block: (rows, columns) that share one scale, over the (M, K) view of a tensor; -1 is the full dim.
     """
 
     format: str = "e4m3"
@@ -87,19 +86,19 @@ class Quantizer(Constant):
     # A packed format (two 4-bit codes in each byte) overrides codes_shape and its inverse.
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes of a tensor of shape ``shape``; by default the same shape."""
+        """Shape of the quantized data of a tensor of shape ``shape``; by default the same shape."""
         return tuple(shape)
 
     def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the tensor that codes of shape ``codes_shape`` stand for; inverse of `codes_shape`."""
+        """Shape of the tensor whose quantized data has shape ``codes_shape``; inverse of `codes_shape`."""
         return tuple(codes_shape)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the amax, multiplier and scale of a tensor of shape ``shape``: one entry for each block."""
+        """Shape of the amax, multiplier and scale of a tensor of shape ``shape``: one entry per block."""
         return grid_shape(shape, self.block)
 
     def scale_dtype(self) -> torch.dtype:
-        """Dtype that scales are stored in."""
+        """Dtype in which scales are stored."""
         return torch.float32
 
     def transposed(self) -> Self:
@@ -107,39 +106,39 @@ class Quantizer(Constant):
         return replace(self, block=(self.block[1], self.block[0]))
 
     def is_local(self) -> bool:
-        """Whether a code depends only on the value and its block, and not on the value's place in the tensor."""
+        """Whether quantizing a value depends only on the value and its block, not on its position in the tensor."""
         return True
 
     def unpacked(self) -> Quantizer | None:
-        """The quantizer of the same codes with one code in each byte, which ranks can shard anywhere.
+        """The quantizer that stores the same values one per byte, so that they can be sharded anywhere.
 
-        None if codes are packed and have no unpacked form; such codes can't be sharded or sent.
+        None if the format is packed and has no unpacked form. Such data can't be sharded or communicated.
         """
         return self if type(self).codes_shape is Quantizer.codes_shape else None
 
     def code_bits(self) -> int:
-        """Return the number of bits that ranks need to send for a code: 4 if a byte can hold two codes, else 8."""
+        """Return the number of bits to communicate per value: 4 if two values fit into a byte, else 8."""
         return 8
 
     def for_shape(self, shape: Sequence[int]) -> Quantizer:
-        """The quantizer for a layer's matrix: itself, or `unpacked` if ``shape`` can't be packed."""
+        """The quantizer for a layer's matrix: this one, or `unpacked` if ``shape`` can't be packed."""
         return self
 
     def transform(self) -> tuple[int, ...]:
-        """Signs of the random Hadamard transform that precedes the cast; () for no transform.
+        """Signs of the random Hadamard transform applied before the cast; () for no transform.
 
-        The transform runs along a GEMM's summed dim. Both operands of a GEMM have the same transform.
+        The transform runs along a GEMM's contraction dim. Both operands of a GEMM have the same transform.
         """
         return ()
 
     # ------------------------------------------------------------------ two levels
 
     def has_outer_scale(self) -> bool:
-        """Whether there are two levels of scales: one scale for each block, and one for the whole tensor."""
+        """Whether there are two levels of scales: one scale per block, and one global scale per tensor."""
         return type(self).outer_scale is not Quantizer.outer_scale
 
     def _one_level(self) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} has no outer scale: its scales are those of blocks.")
+        return NotImplementedError(f"{type(self).__name__} has no global scale, only scales of blocks.")
 
     def outer_amax(self, amax: Tensor) -> Tensor:
         """Compute the largest of all blocks' amaxes, (1,) float32; NaN if one is NaN, 0 without blocks.
@@ -151,36 +150,36 @@ class Quantizer(Constant):
         return amax.amax().view(1)
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """Compute the outer scale, (1,) float32: a factor of the whole tensor, next to its blocks' scales.
+        """Compute the global scale, (1,) float32, which applies to the full tensor in addition to the block scales.
 
-        ``outer_amax`` is the amax of the whole tensor, (1,) float32. If it is not finite, the scale is NaN.
+        ``outer_amax`` is the amax of the full tensor, (1,) float32. If it is not finite, the scale is NaN.
         """
         raise self._one_level()
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """Compute the scales of blocks as stored: in ``scale_dtype()``, shape ``scale_shape(shape)``.
+        """Compute the block scales as stored: in ``scale_dtype()``, shape ``scale_shape(shape)``.
 
-        ``amax`` has the same shape, float32; ``outer_amax``, (1,) float32, is the amax of the whole tensor.
+        ``amax`` has the same shape, float32; ``outer_amax``, (1,) float32, is the amax of the full tensor.
         """
         raise self._one_level()
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """Compute the multipliers (1 / scale) of blocks from both scales: float32, in the shape of ``scale``.
+        """Compute the block multipliers (1 / scale) from both scales: float32, in the shape of ``scale``.
 
-        ``scale`` is what `block_scale` returns, and ``outer_scale`` is (1,) float32.
+        ``scale`` is the result of `block_scale`, and ``outer_scale`` is the global scale, (1,) float32.
         """
         raise self._one_level()
 
     # ------------------------------------------------------------------ steps
 
     def element_format(self) -> Float8Format | Float4Format:
-        """The format of the codes, as the object that encodes and decodes: E4M3, E5M2 or E2M1."""
+        """The element format as an object that encodes and decodes: E4M3, E5M2 or E2M1."""
         return ELEMENT_FORMATS[self.format]
 
     def gemm_format(self) -> Float8Format | None:
-        """Float8 format in which the hardware's GEMM may read the codes, ``E4M3`` or ``E5M2``, or None.
+        """Float8 format in which a hardware GEMM may read the data, ``E4M3`` or ``E5M2``, or None.
 
-        A GEMM may read the codes if each code stands for the float8 number with the same bits, times the scale of its
+        A GEMM may read the data if each byte represents the float8 number with the same bits, times the scale of its
         block. A class with its own ``dequantize`` may return a format if that method gives the same values as the
         inherited one; ``fp8compile.testing.check_quantizer`` checks this.
         """
@@ -193,20 +192,20 @@ class Quantizer(Constant):
         return False
 
     def amax(self, x: Tensor) -> Tensor:
-        """Compute the largest magnitude of each block, exact, float32; NaN for a block with a NaN.
+        """Compute the exact largest magnitude of each block in float32; NaN for a block that contains a NaN.
 
         ``x`` has any shape, float32, bfloat16 or float16. The result has shape ``scale_shape(x.shape)``.
         """
         return block_amax(x, self.block).float()
 
     def multiplier(self, amax: Tensor) -> Tensor:
-        """Compute the multipliers (1 / scale) of blocks from their amaxes: the scale rule.
+        """Compute the block multipliers (1 / scale) from the amaxes: the scale rule.
 
         Values are multiplied and then rounded. If the quantizer has two levels, ``amax`` has all blocks of a tensor,
-        and its largest entry is the outer amax.
+        and its largest entry is the global amax.
 
         Args:
-            amax: Shape of the grid, float32, over all ranks that share the block.
+            amax: Shape of the grid, float32, reduced over all ranks that share the block.
 
         Returns:
             The same shape, float32, positive and finite; NaN for an amax that is not finite.
@@ -219,43 +218,43 @@ class Quantizer(Constant):
     def scale_of(self, multiplier: Tensor) -> Tensor:
         """Compute the scale that undoes a float32 multiplier: its correctly rounded reciprocal.
 
-        The scale is in ``scale_dtype()``, in the shape of the multiplier; subnormals are kept.
+        The scale has dtype ``scale_dtype()`` and the shape of the multiplier. Subnormals are kept.
         """
         return exact_quotient(1.0, multiplier)
 
     def scale_values(self, scale: Tensor) -> Tensor:
-        """Decode stored scales to float32 numbers of the same shape."""
+        """Decode stored scales to float32, in the same shape."""
         return scale
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Cast values to codes: multiply in float32, and round the products once to the format, saturating.
+        """Cast values to the format: multiply in float32, then round once, saturating.
 
         Args:
             x: Any shape, float32, bfloat16 or float16.
-            multiplier: The factor (1 / scale) of each block's values, shape ``scale_shape(x.shape)``, float32.
+            multiplier: The multiplier (1 / scale) of each block, shape ``scale_shape(x.shape)``, float32.
 
         Returns:
-            Codes, shape ``codes_shape(x.shape)``, uint8.
+            Quantized data, shape ``codes_shape(x.shape)``, uint8.
         """
         values = scaled(x, multiplier, self.block)
         return from_matrix(self.element_format().encode(values), x.shape)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor to codes that depend on positions; called if `is_local` returns False.
+        """Cast part of a tensor if the result depends on positions; called if `is_local` returns False.
 
-        ``x`` and ``multiplier`` are as in `cast`. The position of an element, its index in the whole flattened
-        tensor, is the sum of two int64 tensors: ``rows`` (M,) has the position of each row's first element,
-        ``columns`` (K,) the offset of each column.
+        ``x`` and ``multiplier`` are as in `cast`. The position of an element, its index in the full flattened tensor,
+        is the sum of two int64 tensors: ``rows`` (M,) has the position of each row's first element, ``columns`` (K,)
+        the offset of each column.
         """
         return self.cast(x, multiplier)
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values of codes: codes times the scales of their blocks. The caller applies an outer scale.
+        """Multiply quantized values by their block scales. The caller applies a global scale.
 
         Args:
             codes: Shape ``codes_shape(shape)``, uint8.
             scale: Shape ``scale_shape(shape)``, in ``scale_dtype()``.
-            dtype: float32, in which the product is rounded once, or float64, in which it is exact.
+            dtype: float32, which rounds the result once, or float64, which is exact.
 
         Returns:
             Shape ``shape``, ``dtype``.

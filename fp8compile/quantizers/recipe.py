@@ -83,50 +83,51 @@ FORWARD_SLOTS = {"weight_for_grad_input": "weight", "input_for_grad_weight": "in
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe(Constant):
-    """A quantizer for each operand of a linear layer's three GEMMs; None for high precision.
+    """Quantizers for the operands of a linear layer's three GEMMs; None for high precision.
 
     Attributes:
-        input: Quantizer of x_MK for the output's GEMM; M is the number of tokens, K in_features.
-        weight: Quantizer of w_NK for the output's GEMM; N is out_features.
-        grad_output: Quantizer of dy_MN for grad_input's GEMM.
-        weight_for_grad_input: Quantizer of w_NK for grad_input's GEMM.
-        grad_output_for_grad_weight: Quantizer of dy_MN for grad_weight's GEMM.
-        input_for_grad_weight: Quantizer of x_MK for grad_weight's GEMM.
-        fast_accumulation_output: Whether the output's GEMM may accumulate with the tensor core's reduced precision. If
-            not, partial sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise,
+        input: Quantizer of x_MK for the output GEMM; M is the number of tokens, K is in_features.
+        weight: Quantizer of w_NK for the output GEMM; N is out_features.
+        grad_output: Quantizer of dy_MN for the grad_input GEMM.
+        weight_for_grad_input: Quantizer of w_NK for the grad_input GEMM.
+        grad_output_for_grad_weight: Quantizer of dy_MN for the grad_weight GEMM.
+        input_for_grad_weight: Quantizer of x_MK for the grad_weight GEMM.
+        fast_accumulation_output: Whether the output GEMM may accumulate in the tensor core's reduced precision. If
+            False, partial sums are promoted to float32 (a "split accumulator"). GEMMs without such a mode (blockwise,
             MX, on a CPU) ignore it.
-        fast_accumulation_grad_input: The same for grad_input's GEMM.
-        fast_accumulation_grad_weight: The same for grad_weight's GEMM.
-        keep_weight_codes: Whether compiled code on a GPU writes a weight's codes for grad_input together with the
-            codes for the output, and keeps them for the backward. The weight is read once instead of twice. Until the
-            backward, the codes take one byte of memory for each element, or half a byte in four bits. Codes are not
-            kept if a side of the weight is not a multiple of 32, under FSDP, which frees weights after the forward, or
-            in a checkpointed region (except by PyTorch 2.11).
-        cache_weights: Whether a layer keeps the codes of its plain weight from one optimizer step to the next, instead
-            of making codes in each forward and backward of every micro-batch. The codes take one byte of memory for
-            each element of the weight (under FSDP2, of the rank's shard), or two bytes if output and grad_input read
-            different codes. The bits are the same. See docs/memory.md.
-        dequantized_output: Whether the output's GEMM multiplies dequantized codes, rounded to the layer's dtype, in
-            high precision. This is for operands whose codes no GEMM multiplies: only one operand has a quantizer, and
-            the other stays in high precision (W4A16 quantizes ``weight`` alone), or no GEMM takes both kinds of codes.
-            Gradients ignore the rounding: the weight's gradient is ``dy^T @ x``.
-        dequantized_gradients: Whether a gradient whose GEMM stays in high precision multiplies the dequantized codes
-            that the forward multiplied, rounded to the layer's dtype, instead of x and w. The result is the gradient
-            of the function that the forward computed. An operand without codes is multiplied as it is.
+        fast_accumulation_grad_input: The same for the grad_input GEMM.
+        fast_accumulation_grad_weight: The same for the grad_weight GEMM.
+        keep_weight_codes: Whether compiled code on a GPU quantizes a weight for output and grad_input in one pass, and
+            keeps the result for the backward. The weight is then read once instead of twice. Until the backward, this
+            takes one byte of memory per element, or half a byte in four bits. Nothing is kept if a dim of the weight
+            is not a multiple of 32, under FSDP, which frees weights after the forward, or in a checkpointed region
+            (except with PyTorch 2.11).
+        cache_weights: Whether a layer caches its quantized weight between optimizer steps, instead of quantizing the
+            weight in each forward and backward of every micro-batch. The cache takes one byte of memory per element of
+            the weight (with FSDP2, of the rank's shard), or two bytes if output and grad_input quantize the weight
+            differently. Results are bit-identical. See docs/memory.md.
+        dequantized_output: Whether the output GEMM multiplies dequantized values, rounded to the layer's dtype, in
+            high precision. Use this if only one operand has a quantizer (W4A16 quantizes ``weight`` alone), or if no
+            GEMM supports the two formats together. Gradients ignore the rounding: the weight's gradient is ``dy^T @
+            x``.
+        dequantized_gradients: Whether a gradient GEMM in high precision multiplies the dequantized operands of the
+            forward, rounded to the layer's dtype, instead of x and w. The result is the gradient of the function that
+            the forward computed. An operand that is not quantized is used unchanged.
         emulate: Whether a GPU without a GEMM for these quantizers multiplies the exact values in float64, slowly,
-            instead of raising. A CPU always multiplies in this way.
-        by_mx: Whether a GPU of compute capability 12.0 multiplies tensorwise and rowwise codes by its MX GEMM, with
-            scales of 1, and multiplies the product by the scales. GeForce cards (RTX 50) do MX at twice the rate of
-            plain FP8; RTX PRO cards have one rate for both, and gain nothing. The codes are the same; the result is
-            rounded to float32 for each scale. Other devices, and products of experts, ignore it.
+            instead of raising an error. A CPU always does this.
+        by_mx: Whether a GPU of compute capability 12.0 runs tensorwise and rowwise GEMMs with its MX GEMM and scales
+            of 1, and applies the scales to the result. GeForce cards (RTX 50) run MX at twice the rate of plain FP8;
+            RTX PRO cards have the same rate for both and don't benefit. The quantized operands are the same, but the
+            result is rounded to float32 once per scale. Other devices and grouped GEMMs of experts ignore it.
 
     Raises:
-        ValueError: Only one operand of a GEMM is quantized, or no GEMM can multiply the two, except for the output's
-            GEMM with ``dequantized_output``. Two quantizers of one tensor with delayed scaling differ, or those of two
-            tensors in ``history`` or ``algorithm``. ``keep_weight_codes`` is set, and output and grad_input need
-            different codes. ``dequantized_output`` or ``dequantized_gradients`` is set, and there are no codes, no
-            gradient in high precision (for the latter), or delayed scaling.
-        TypeError: An operand's field is neither a quantizer nor None, or a switch is not a bool.
+        ValueError: Only one operand of a GEMM is quantized, or no GEMM supports the two operands, except for the
+            output GEMM with ``dequantized_output``. With delayed scaling, the two quantizers of one tensor differ, or
+            those of two tensors differ in ``history`` or ``algorithm``. ``keep_weight_codes`` is set, but output and
+            grad_input quantize the weight differently. ``dequantized_output`` or ``dequantized_gradients`` is set, but
+            nothing is quantized, a quantizer has delayed scaling, or (for the latter) no gradient is in high
+            precision.
+        TypeError: The field of an operand is neither a quantizer nor None, or a flag is not a bool.
     """
 
     input: Quantizer | None = None
@@ -156,7 +157,7 @@ class Recipe(Constant):
         switches = ("emulate", "by_mx", "keep_weight_codes", "cache_weights", *high)
         for switch in (*switches, *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
-                raise TypeError(f"Recipe: {switch} is {getattr(self, switch)!r}; it is True or False.")
+                raise TypeError(f"Recipe: `{switch}` is {getattr(self, switch)!r}; it must be True or False.")
         self._check_delayed()
         self._check_kept()
         self._check_dequantized_output()
@@ -165,10 +166,10 @@ class Recipe(Constant):
     def _check_kept(self) -> None:
         if self.keep_weight_codes and (self.weight is None or self.weight != self.weight_for_grad_input):
             raise ValueError(
-                f"Recipe: keep_weight_codes, and weight is {self.weight!r}, weight_for_grad_input "
-                f"{self.weight_for_grad_input!r}: what the forward keeps would be other codes than grad_input takes. "
-                "Give both the same quantizer, one of a whole tensor or of square blocks, or leave keep_weight_codes "
-                "out."
+                "Recipe: keep_weight_codes requires the same quantizer for weight and weight_for_grad_input, "
+                f"because grad_input reuses the weight that the forward quantized; got {self.weight!r} and "
+                f"{self.weight_for_grad_input!r}. Use one quantizer with tensorwise or square blocks for both, or "
+                "omit keep_weight_codes."
             )
 
     def _check_dequantized_output(self) -> None:
@@ -177,9 +178,9 @@ class Recipe(Constant):
         given = [each for each in (self.input, self.weight) if each is not None]
         if not given or self.history():
             raise ValueError(
-                f"Recipe: dequantized_output, which multiplies values of codes by current scaling; input is "
-                f"{self.input!r} and weight {self.weight!r}. Give one of them a quantizer with current scaling, or "
-                "leave dequantized_output out."
+                "Recipe: dequantized_output requires a quantizer with current scaling for input or weight, because "
+                f"the output is computed from dequantized values; got input {self.input!r} and weight "
+                f"{self.weight!r}. Use such a quantizer for one of them, or omit dequantized_output."
             )
 
     def _check_dequantized(self) -> None:
@@ -188,10 +189,10 @@ class Recipe(Constant):
         in_high_precision = any(self.quantizers(gemm) is None for gemm in GEMMS[1:])
         if self.input is self.weight is None or not in_high_precision or self.history():
             raise ValueError(
-                "Recipe: dequantized_gradients, which is of gradients in high precision behind an output of codes by "
-                f"current scaling; input is {self.input!r}, grad_output {self.grad_output!r} and "
-                f"grad_output_for_grad_weight {self.grad_output_for_grad_weight!r}. Give the output quantizers and a "
-                "gradient none, or leave dequantized_gradients out."
+                "Recipe: dequantized_gradients requires a quantized output with current scaling and gradients in "
+                f"high precision; got input {self.input!r}, grad_output {self.grad_output!r} and "
+                f"grad_output_for_grad_weight {self.grad_output_for_grad_weight!r}. Use quantizers for the output "
+                "and None for a gradient, or omit dequantized_gradients."
             )
 
     def _check_delayed(self) -> None:
@@ -203,18 +204,18 @@ class Recipe(Constant):
             given = [getattr(self, slot) for slot in slots]
             if all(isinstance(quantizer, DelayedScaling) for quantizer in given) and given[0] != given[1]:
                 raise ValueError(
-                    f"Recipe: {tensor} has one history, and {slots[0]} and {slots[1]} would read it differently: "
-                    f"{given[0]!r} and {given[1]!r}. Give both the same DelayedScaling."
+                    f"Recipe: {tensor} has only one history, but {slots[0]} and {slots[1]} would use it "
+                    f"differently: {given[0]!r} and {given[1]!r}. Use the same DelayedScaling for both."
                 )
         kinds = sorted({(q.history, q.algorithm) for q in self.delayed() if q is not None})
         if len(kinds) > 1:
             raise ValueError(
-                f"Recipe: DelayedScaling with history and algorithm {' and '.join(map(str, kinds))}; a layer updates "
-                "all its histories in one step. Give every DelayedScaling of a recipe the same two."
+                "Recipe: a layer updates all its histories in one step, but they have history and algorithm "
+                f"{' and '.join(map(str, kinds))}. Use the same two for every DelayedScaling of a recipe."
             )
 
     def delayed(self) -> tuple[DelayedScaling | None, ...]:
-        """The DelayedScaling of input, weight and grad_output; None for a tensor without one."""
+        """The DelayedScaling quantizers of input, weight and grad_output; None where there is none."""
         found: tuple[DelayedScaling | None, ...] = ()
         for slots in TENSORS.values():
             given = [getattr(self, slot) for slot in slots]
@@ -222,7 +223,7 @@ class Recipe(Constant):
         return found
 
     def history(self) -> int:
-        """Number of amaxes that delayed scaling keeps for each tensor; 0 without delayed scaling."""
+        """Length of the amax history of each tensor; 0 without delayed scaling."""
         # issubclass, because each eager call comes here, and isinstance of an opaque class takes twice as long
         for slot in SLOTS:
             if issubclass(type(given := getattr(self, slot)), DelayedScaling):
@@ -230,9 +231,9 @@ class Recipe(Constant):
         return 0
 
     def shares_weight_codes(self) -> bool:
-        """Whether the GEMMs of output and grad_input read the same codes of a weight.
+        """Whether the GEMMs of output and grad_input read the same quantized weight.
 
-        True also if grad_input's GEMM reads these codes dequantized.
+        Also True if the grad_input GEMM reads this weight dequantized.
         """
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
@@ -241,8 +242,8 @@ class Recipe(Constant):
         value = getattr(self, slot)
         if value is not None and not isinstance(value, Quantizer):
             raise TypeError(
-                f"Recipe: {slot} is {value!r}; it is a quantizer, fp8compile.CurrentScaling(...) for one, or None for "
-                "high precision."
+                f"Recipe: `{slot}` is {value!r}; it must be a quantizer, such as fp8compile.CurrentScaling(...), or "
+                "None for high precision."
             )
 
     def _check_pair(self, gemm: Gemm) -> None:
@@ -250,9 +251,9 @@ class Recipe(Constant):
         if (a is None) != (b is None):
             given, missing = (gemm.a, gemm.b) if b is None else (gemm.b, gemm.a)
             raise ValueError(
-                f"Recipe: the GEMM of {gemm.name} has a quantizer for {given} and none for {missing}; a GEMM takes "
-                "two FP8 operands or two in high precision. Give both, or None for both. dequantized_output=True lets "
-                "the output multiply one operand's values in high precision."
+                f"Recipe: the GEMM of {gemm.name} has a quantizer for {given} but none for {missing}; a GEMM requires "
+                "both operands in FP8 or both in high precision. Pass a quantizer for both, or None for both. With "
+                "dequantized_output=True, the output can use one operand's dequantized values in high precision."
             )
         if a is None:
             return
@@ -260,43 +261,43 @@ class Recipe(Constant):
         block_b = b.transposed().block if gemm.b_transposed else b.block
         if gemm_kind(block_a, block_b) is None:
             raise ValueError(
-                f"Recipe: no GEMM computes {gemm.name} from {gemm.a} with block {a.block} and {gemm.b} with block "
-                f"{b.block}: it multiplies blocks {block_a} over (m, k) by {block_b} over (k, n). Allowed there: "
+                f"Recipe: no GEMM supports the blocks of {gemm.name}: {gemm.a} has block {a.block} and {gemm.b} has "
+                f"block {b.block}, which is {block_a} over (m, k) by {block_b} over (k, n). Supported are "
                 f"{ALLOWED_PAIRS}."
             )
         if a.transform() != b.transform():
             raise ValueError(
-                f"Recipe: the GEMM of {gemm.name} has transform {a.transform()} for {gemm.a} and {b.transform()} for "
-                f"{gemm.b}; only of two operands with the same one is the product that of the two. Give both the same."
+                f"Recipe: the GEMM of {gemm.name} has transform {a.transform()} for {gemm.a} and {b.transform()} "
+                f"for {gemm.b}; the result is only correct if both are equal. Use the same transform for both."
             )
         if a.gemm_format() == b.gemm_format() == E5M2:
             raise ValueError(
-                f"Recipe: the GEMM of {gemm.name} has e5m2 for {gemm.a} and for {gemm.b}; tensor cores multiply e4m3 "
-                "by e4m3 or by e5m2. Make one of them e4m3."
+                f"Recipe: the GEMM of {gemm.name} has e5m2 for {gemm.a} and for {gemm.b}, but tensor cores multiply "
+                "e4m3 by e4m3 or by e5m2. Use e4m3 for at least one of them."
             )
 
     def quantizers(self, gemm: Gemm) -> tuple[Quantizer, Quantizer] | None:
         """The quantizers of both operands of a GEMM; None if the GEMM stays in high precision.
 
-        The quantizers' blocks refer to tensors as the layer holds them. With `dequantized_output` the output's GEMM
-        stays in high precision.
+        The blocks refer to tensors as the layer stores them. With `dequantized_output`, the output GEMM stays in high
+        precision.
         """
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None or (gemm is GEMMS[0] and self.dequantized_output) else (a, b)
 
     def quantizer_read(self, slot: str) -> Quantizer | None:
-        """The quantizer of the codes that a GEMM reads for its operand; None if the operand has no codes.
+        """The quantizer of the data that a GEMM reads for an operand; None if the operand is not quantized.
 
-        ``slot`` is the operand's field, such as ``"weight"``. With `dequantized_gradients`, a gradient's GEMM in high
-        precision reads the forward's codes.
+        ``slot`` is the operand's field, such as ``"weight"``. With `dequantized_gradients`, a gradient GEMM in high
+        precision reads the quantized operand of the forward.
         """
         return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
 
     def is_dequantized(self, slot: str) -> bool:
-        """Whether a GEMM in high precision reads an operand as dequantized codes.
+        """Whether a GEMM in high precision reads an operand dequantized.
 
-        ``slot`` is the operand's field, such as ``"weight"``. The GEMM of a gradient reads the codes that the forward
-        reads.
+        ``slot`` is the operand's field, such as ``"weight"``. A gradient GEMM reads the quantized operand of the
+        forward.
         """
         if slot in FORWARD_SLOTS.values():
             return self.dequantized_output and getattr(self, slot) is not None

@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8compile._compat import constant_when_traced
+from fp8compile._compat import constant, constant_when_traced, once_a_graph
 from fp8compile.formats import (
     E8M0,
     FLOAT32_EXPONENT_MASK,
@@ -32,7 +32,6 @@ from fp8compile.formats import (
     Float4Format,
     Float8Format,
 )
-from fp8compile.inductor import constant, once_a_graph
 from fp8compile.target import target_of
 
 __all__ = ["SCALE_RULES", "exact_quotient", "exact_root", "nan_where_not_finite"]

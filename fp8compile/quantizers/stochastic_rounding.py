@@ -31,9 +31,9 @@ def check_rounding(owner: str, rounding: object, seed: object, allowed: Sequence
     ``owner`` is the class that the error names; ``allowed`` are the roundings that it has.
     """
     if rounding not in allowed:
-        raise ValueError(f"{owner}: rounding is {rounding!r}; it is {' or '.join(map(repr, allowed))}.")
+        raise ValueError(f"{owner}: `rounding` is {rounding!r}; it must be {' or '.join(map(repr, allowed))}.")
     if type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
-        raise ValueError(f"{owner}: seed is {seed!r}; it is an int from 0 to {LARGEST_SEED}.")
+        raise ValueError(f"{owner}: `seed` is {seed!r}; it must be an int from 0 to {LARGEST_SEED}.")
 
 
 def _mixed(h: Tensor) -> Tensor:

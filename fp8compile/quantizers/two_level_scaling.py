@@ -31,22 +31,22 @@ OTHER = {"rows": "columns", "columns": "rows", "none": "none"}
 
 @dataclass(frozen=True, repr=False)
 class TwoLevelScaling(Quantizer):
-    """Quantizer to e2m1 codes, with scales of blocks and an outer scale of the whole tensor.
+    """Quantizer to e2m1 (FP4), with block scales and a global scale per tensor.
 
     Attributes:
         format: ``"e2m1"``.
-        block: (1, 16), (16, 1) or (16, 16), the values that share a scale.
-        packed: Which two codes share a byte: ``"rows"`` for neighbours in a row, ``"columns"`` for neighbours in a
-            column, ``"none"`` for one code in each byte. It does not change values.
+        block: Shape of the blocks that share a scale: (1, 16), (16, 1) or (16, 16).
+        packed: Which two values share a byte: ``"rows"`` for neighbours in a row, ``"columns"`` for neighbours in a
+            column, ``"none"`` for one value per byte. This does not change the values.
         scale: The rule for both scales, ``"transformer_engine"``, ``"reciprocal"`` or ``"torchao"``. ``"reciprocal"``
-            is TransformerEngine's rule with outer scales that stay the same if a file stores 1 / scale and its reader
-            inverts it. No Triton kernel of this package quantizes by ``"reciprocal"``.
-        rounding: Rounding of values to codes: ``"nearest"`` or ``"stochastic"`` as in ``CurrentScaling``, or
-            ``"stochastic_hardware"``, by which kernels for compute capability 10.x round with the GPU's instruction.
-            This is faster, but draws other random bits than a CPU, so that codes differ.
+            is TransformerEngine's rule, with global scales that survive a round trip through a checkpoint that stores
+            1 / scale. The Triton kernels of this package do not support ``"reciprocal"``.
+        rounding: Rounding mode: ``"nearest"`` or ``"stochastic"`` as in ``CurrentScaling``, or
+            ``"stochastic_hardware"``, which uses the GPU's rounding instruction in kernels for compute capability
+            10.x. This is faster, but uses different random bits than a CPU, so results differ.
         seed: Seed of stochastic rounding.
         hadamard: Sixteen signs, each 1 or -1, of a random Hadamard transform along the block's sixteen values; empty
-            for no transform. With a transform, blocks are (1, 16) or (16, 1).
+            for no transform. With a transform, blocks must be (1, 16) or (16, 1).
 
     Raises:
         ValueError: A field has a value that is not allowed.
@@ -65,23 +65,24 @@ class TwoLevelScaling(Quantizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format != "e2m1":
-            raise ValueError(f"TwoLevelScaling: format is {self.format!r}; it is 'e2m1'.")
+            raise ValueError(f"TwoLevelScaling: `format` is {self.format!r}; it must be 'e2m1'.")
         if self.block not in (ROWS, COLUMNS, SQUARE):
-            raise ValueError(f"TwoLevelScaling: block is {self.block}; it is (1, 16), (16, 1) or (16, 16).")
+            raise ValueError(f"TwoLevelScaling: `block` is {self.block}; it must be (1, 16), (16, 1) or (16, 16).")
         if self.packed not in OTHER or (self.block, self.packed) in ((ROWS, "columns"), (COLUMNS, "rows")):
             raise ValueError(
-                f"TwoLevelScaling: packed is {self.packed!r} with block {self.block}; it is 'rows' for (1, 16), "
-                "'columns' for (16, 1), either for (16, 16), or 'none'."
+                f"TwoLevelScaling: `packed` is {self.packed!r} with block {self.block}; it must be 'rows' for (1, "
+                "16), 'columns' for (16, 1), either for (16, 16), or 'none'."
             )
         if self.scale not in TWO_LEVEL_RULES:
             raise ValueError(
-                f"TwoLevelScaling: scale is {self.scale!r}; it is one of {', '.join(map(repr, TWO_LEVEL_RULES))}."
+                f"TwoLevelScaling: `scale` is {self.scale!r}; it must be one of "
+                f"{', '.join(map(repr, TWO_LEVEL_RULES))}."
             )
         check_rounding("TwoLevelScaling", self.rounding, self.seed, (*ROUNDINGS, "stochastic_hardware"))
         if self.hadamard and (not is_signs(self.hadamard) or self.block == SQUARE):
             raise ValueError(
-                f"TwoLevelScaling: hadamard is {self.hadamard!r} with block {self.block}; it is a tuple of sixteen of "
-                "1 and -1 with block (1, 16) or (16, 1), or ()."
+                f"TwoLevelScaling: `hadamard` is {self.hadamard!r} with block {self.block}; it must be (), or a "
+                "tuple of sixteen 1 and -1 with block (1, 16) or (16, 1)."
             )
 
     # ------------------------------------------------------------------ layout
@@ -99,22 +100,22 @@ class TwoLevelScaling(Quantizer):
         return sizes[0], sizes[1]
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the codes of a tensor of shape ``shape``.
+        """Shape of the quantized data of a tensor of shape ``shape``.
 
         With a transform, the size along the transform is first rounded up to a multiple of 16. Packing then halves the
         size along the dim whose neighbours share a byte.
 
         Raises:
-            ValueError: The size to halve is odd. Or codes are packed or padded along columns, and the tensor is not a
-                matrix.
+            ValueError: The size to halve is odd. Or the data is packed or padded along columns, and the tensor is not
+                a matrix.
         """
         rows, columns = self._codes_matrix(shape)
         if self.packed != "none":
             size = columns if self.packed == "rows" else rows
             if isinstance(size, int) and size % 2:
                 raise ValueError(
-                    f"{self!r} lays two codes of a {self.packed.removesuffix('s')} into one byte, and a tensor of "
-                    f"shape {tuple(shape)} has {size}. Pad it to an even number, or take packed='none'."
+                    f"{self!r} stores two values of a {self.packed.removesuffix('s')} in one byte, but a tensor of "
+                    f"shape {tuple(shape)} has {size}. Pad it to an even number, or use packed='none'."
                 )
         if self.packed == "rows":
             columns = columns // 2
@@ -124,13 +125,13 @@ class TwoLevelScaling(Quantizer):
             if len(shape) == 2:
                 return (rows // 2 if self.packed == "columns" else rows), columns
             raise ValueError(
-                f"{self!r} lays codes down along the columns of a matrix; the tensor has shape {tuple(shape)}. "
+                f"{self!r} packs values along the columns of a matrix, but the tensor has shape {tuple(shape)}. "
                 "Flatten its leading dims first."
             )
         return (*shape[:-1], columns) if len(shape) else ()
 
     def values_shape(self, codes_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the values that codes of shape ``codes_shape`` stand for, with the transform's padding."""
+        """Shape of the tensor whose quantized data has shape ``codes_shape``, including the transform's padding."""
         if self.packed == "rows":
             return (*codes_shape[:-1], codes_shape[-1] * 2)
         if self.packed == "columns":
@@ -150,7 +151,7 @@ class TwoLevelScaling(Quantizer):
         return self._laid(self.block[::-1], OTHER[self.packed])
 
     def unpacked(self) -> TwoLevelScaling:
-        """The quantizer of the same codes with one code in each byte."""
+        """The quantizer that stores the same values one per byte."""
         return self._laid(self.block, "none")
 
     def _laid(self, block: tuple[int, int], packed: str) -> TwoLevelScaling:
@@ -160,7 +161,7 @@ class TwoLevelScaling(Quantizer):
         return TwoLevelScaling(self.format, block, packed, self.scale, self.rounding, self.seed, self.hadamard)
 
     def code_bits(self) -> int:
-        """4, the number of bits of a code."""
+        """4, the number of bits per value."""
         return self.element_format().bits
 
     def for_shape(self, shape: Sequence[int]) -> TwoLevelScaling:
@@ -178,18 +179,18 @@ class TwoLevelScaling(Quantizer):
         return self.hadamard
 
     def is_local(self) -> bool:
-        """Whether a value's code depends on the value and its block alone.
+        """Whether quantizing a value depends only on the value and its block.
 
         False for stochastic rounding, whose noise depends on the position, and for a transform that mixes neighbours.
         """
         return self.rounding == "nearest" and not self.hadamard
 
     def has_kernels(self) -> bool:
-        """Whether Triton kernels can quantize by this scale rule; False for ``"reciprocal"``."""
+        """Whether the Triton kernels support this scale rule; False for ``"reciprocal"``."""
         return self.scale != "reciprocal"
 
     def gemm_format(self) -> Float8Format | None:
-        """None, because codes are not float8 numbers."""
+        """None, because the values are not float8 numbers."""
         return None
 
     # ------------------------------------------------------------------ steps
@@ -214,32 +215,33 @@ class TwoLevelScaling(Quantizer):
         return from_matrix(super().amax(self._transformed(x)), self.scale_shape(x.shape))
 
     def outer_scale(self, outer_amax: Tensor) -> Tensor:
-        """Compute the whole tensor's scale, (1,) float32, by the rule that ``self.scale`` names.
+        """Compute the global scale, (1,) float32, with the rule ``self.scale``.
 
-        ``outer_amax`` is the amax of the whole tensor, (1,) float32.
+        ``outer_amax`` is the amax of the full tensor, (1,) float32.
         """
         return self._rule().outer_scale(outer_amax)
 
     def block_scale(self, amax: Tensor, outer_amax: Tensor) -> Tensor:
-        """Compute the scales of blocks, as e4m3 bytes, by the rule that ``self.scale`` names.
+        """Compute the block scales, as e4m3 bytes, with the rule ``self.scale``.
 
-        ``amax`` has the blocks' amaxes; ``outer_amax`` is the amax of the whole tensor, (1,) float32.
+        ``amax`` has the blocks' amaxes; ``outer_amax`` is the amax of the full tensor, (1,) float32.
         """
         return self._rule().block_scale(amax, outer_amax)
 
     def block_multiplier(self, scale: Tensor, outer_scale: Tensor) -> Tensor:
-        """Compute the multiplier (1 / scale) of each block from both scales, by the rule ``self.scale``."""
+        """Compute the multiplier (1 / scale) of each block from both scales, with the rule ``self.scale``."""
         return self._rule().multiplier(scale, outer_scale)
 
     def cast(self, x: Tensor, multiplier: Tensor) -> Tensor:
-        """Multiply values in float32, and round the products once as ``self.rounding`` says, saturating.
+        """Multiply values by ``multiplier`` in float32, then round once with ``self.rounding``, saturating.
 
-        ``multiplier`` (1 / scale) has an entry for each block. Returns codes, uint8, packed as ``self.packed`` says.
+        ``multiplier`` (1 / scale) has one entry per block. Returns the quantized values as uint8, packed according to
+        ``self.packed``.
         """
         return self._cast(x, multiplier)
 
     def cast_at(self, x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Cast a part of a tensor, with noise from the positions of its elements in the whole tensor.
+        """Cast part of a tensor, with noise determined by the positions of its elements in the full tensor.
 
         ``rows`` has the position of each row's first element, ``columns`` the offset of each column; int64.
         """
@@ -279,9 +281,9 @@ class TwoLevelScaling(Quantizer):
         return fmt.encode_stochastic(values, noise(values, self.seed, *where))
 
     def dequantize(self, codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Multiply codes by their blocks' scales and undo the transform, exactly.
+        """Multiply quantized values by their block scales and undo the transform, exactly.
 
-        The whole tensor's scale is left to the caller. Returns ``dtype``, in the shape ``values_shape(codes.shape)``.
+        The caller applies the global scale. Returns a tensor of ``dtype`` with shape ``values_shape(codes.shape)``.
         """
         shape = self.values_shape(codes.shape)
         matrix = as_matrix(codes)

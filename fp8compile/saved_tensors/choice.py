@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -45,29 +45,30 @@ class KeptReport(Protocol):
 
 @dataclass(frozen=True)
 class SavedAsCodes:
-    """Options to save tensors for the backward as codes and scales, which the backward dequantizes.
+    """Options for FP8 activation compression: tensors saved for the backward are quantized.
 
-    Pass it to ``fp8compile.compile(model, saved=...)``, or to the context ``fp8compile.saved_as_codes(...)`` around a
-    call. The forward's results stay the same, bit for bit. Gradients are computed from the rounded tensors.
+    Pass it to ``fp8compile.compile(model, saved=...)``, or to the context manager ``fp8compile.saved_as_codes(...)``
+    around a call. The results of the forward are bit-identical. The backward dequantizes the tensors, so gradients are
+    computed from rounded values.
 
     Attributes:
-        quantizer: Quantizes each tensor as a matrix whose rows run along the last dim. None means e4m3 with scales
-            that are powers of two. Blocks are then chosen by the nearest layer in the graph that quantizes the tensor
-            or values computed from it: whole rows if its recipe is rowwise, tensorwise or delayed, else the recipe's
-            own blocks. Without such a layer, and in eager mode, blocks are 1 x 128.
-        filter: Which tensors become codes. None is ``("norm", "activation", "checkpoint")``. A tuple names kinds of
-            `SavedTensor`: tensors of these kinds with at least 65,536 elements become codes. A tuple may also contain
-            `SavedTensor` values: these tensors become codes whatever their size, together with those of equal layers
-            (same module name up to numbers). A function takes a `SavedTensor` of any size and returns whether it
-            becomes codes. Compile caches know a function again in another process if its code is the same and it
-            reads only globals that can be compared: numbers, strings, bools, None, tuples of them, functions of its
-            own module, and names of ``torch``, ``fp8compile``, ``builtins``, ``math``, ``re`` and ``fnmatch``. Any
-            other function compiles again in each process: one that reads other globals, imports, or has a closure,
-            defaults or attributes.
+        quantizer: Quantizer for each tensor, viewed as a matrix whose rows run along the last dim. None means e4m3
+            with power-of-two scales. The blocks are then taken from the nearest layer in the graph that quantizes the
+            tensor or values computed from it: full rows if its recipe is rowwise, tensorwise or delayed, else the
+            blocks of the recipe. Without such a layer, and in eager mode, blocks are 1 x 128.
+        filter: Which tensors to quantize. None is ``("norm", "activation", "checkpoint")``. A tuple lists kinds of
+            `SavedTensor`: tensors of these kinds with at least 65,536 elements are quantized. A tuple may also contain
+            `SavedTensor` values: these tensors are quantized regardless of their size, and so are those of identical
+            layers (same module name up to numbers). A function receives a `SavedTensor` of any size and returns
+            whether to quantize it. Compile caches can reuse the graph of a function in another process if its code is
+            the same and it reads only globals that can be compared: numbers, strings, bools, None, tuples of them,
+            functions of its own module, and names of ``torch``, ``fp8compile``, ``builtins``, ``math``, ``re`` and
+            ``fnmatch``. A function that reads other globals, imports, or has a closure, defaults or attributes
+            recompiles in each process.
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``filter`` is neither a tuple nor a function.
-        ValueError: The quantizer can't quantize a tensor of three dims without other inputs, or a kind is unknown.
+        ValueError: The quantizer can't quantize a 3-D tensor without further inputs, or a kind is unknown.
     """
 
     quantizer: Quantizer | None = None
@@ -75,12 +76,13 @@ class SavedAsCodes:
 
     def __post_init__(self) -> None:
         self._check_quantizer()
-        if self.filter is None or (callable(self.filter) and not isinstance(self.filter, type)):
+        is_function = callable(self.filter) and not isinstance(self.filter, type)
+        if self.filter is None or (is_function and isinstance(self.filter, Hashable)):
             return
         if not isinstance(self.filter, tuple):
             raise TypeError(
-                f"SavedAsCodes: filter is {self.filter!r}; it is None, a tuple of kinds, {KINDS}, or a function that "
-                "takes a fp8compile.SavedTensor and returns a bool."
+                f"SavedAsCodes: `filter` is {self.filter!r}; it must be None, a tuple of kinds, {KINDS}, or a "
+                "hashable function that takes a fp8compile.SavedTensor and returns a bool."
             )
         if unknown := [each for each in self.filter if not isinstance(each, SavedTensor) and each not in KINDS]:
             raise ValueError(f"SavedAsCodes: filter has the kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}.")
@@ -91,13 +93,13 @@ class SavedAsCodes:
             return
         if not isinstance(quantizer, Quantizer):
             raise TypeError(
-                f"SavedAsCodes: quantizer is {quantizer!r}; it is a quantizer, such as "
+                f"SavedAsCodes: `quantizer` is {quantizer!r}; it must be a quantizer, such as "
                 "fp8compile.CurrentScaling(...), or None for e4m3 in the blocks of the recipe."
             )
         if isinstance(quantizer, DelayedScaling):
             raise ValueError(
-                f"SavedAsCodes: {quantizer!r} takes its scale from earlier steps, and a saved tensor has no history. "
-                "Take fp8compile.CurrentScaling."
+                f"SavedAsCodes: {quantizer!r} computes its scale from previous steps, but a saved tensor has no "
+                "history. Use fp8compile.CurrentScaling."
             )
         shape = (2, 16, 256)
         try:
@@ -107,13 +109,13 @@ class SavedAsCodes:
             keeps_dims = False
         if not keeps_dims:
             raise ValueError(
-                f"SavedAsCodes: {quantizer!r} does not quantize a tensor of three dims, such as {shape}, along its "
-                "rows. Saved tensors have any number of dims: take blocks and pairs of codes along rows, as "
-                "fp8compile.TwoLevelScaling() has."
+                f"SavedAsCodes: {quantizer!r} does not quantize a tensor with three dims, such as {shape}, along "
+                "its rows. Saved tensors can have any number of dims, so use blocks and packing along rows, as in "
+                "fp8compile.TwoLevelScaling()."
             )
 
     def chooses(self, tensor: SavedTensor) -> bool:
-        """Whether the filter chooses a tensor to be saved as codes."""
+        """Whether the filter selects a tensor to be quantized."""
         if self.filter is None or isinstance(self.filter, tuple):
             chosen = DEFAULT_KINDS if self.filter is None else self.filter
             if tensor.kind in chosen and tensor.nbytes >= SMALLEST * tensor.dtype.itemsize:
@@ -123,20 +125,20 @@ class SavedAsCodes:
 
     @staticmethod
     def for_budget(report: KeptReport, budget: int) -> SavedAsCodes:
-        """Choose tensors so that a model keeps at most ``budget`` bytes, with the least effect on gradients.
+        """Choose tensors such that a model saves at most ``budget`` bytes, with the least effect on gradients.
 
-        Kinds become codes in the order of the list in `SavedTensor`, which begins with those that change gradients
-        least. Within a kind, tensors that save the most bytes come first. Equal layers are treated alike.
+        Kinds are quantized in the order of the list in `SavedTensor`, starting with those that change gradients least.
+        Within a kind, tensors that free the most bytes come first. Identical layers are treated alike.
 
         Args:
-            report: What the model keeps, by ``fp8compile.testing.memory_report``.
-            budget: The most bytes that the model may keep.
+            report: The memory report of the model, from ``fp8compile.testing.memory_report``.
+            budget: Maximum number of bytes that the model may save for the backward.
 
         Returns:
-            A value whose filter lists the tensors that become codes; the list is empty if no codes are needed.
+            Options whose filter lists the tensors to quantize; the list is empty if the model fits without.
 
         Raises:
-            ValueError: The model keeps more than the budget even if all tensors become codes.
+            ValueError: The model exceeds the budget even if all tensors are quantized.
         """
         classes: dict[SavedTensor, int] = {}  # bytes that codes save, by one tensor of the equal ones
         for each in report.kept:
@@ -153,8 +155,9 @@ class SavedAsCodes:
                 chosen.append(tensor)
         if kept > budget:
             raise ValueError(
-                f"SavedAsCodes.for_budget: the budget is {budget:,} bytes, and with {len(chosen)} kinds of tensors "
-                f"as codes {kept:,} bytes are kept. Take fewer tokens, checkpointing, or a budget of that size."
+                f"SavedAsCodes.for_budget: the budget is {budget:,} bytes, but {kept:,} bytes are saved even with "
+                f"{len(chosen)} kinds of tensors compressed. Use fewer tokens, activation checkpointing, or a "
+                "budget of at least that size."
             )
         return SavedAsCodes(filter=tuple(chosen))
 
@@ -168,13 +171,14 @@ class SavedAsCodes:
         return _powers_of_two(ALONE if block is None else ROW if block == WHOLE else block)
 
     def uuid(self) -> str:
-        """Return a text for keys of compile caches, equal in all processes for equal fields and source code.
+        """Return a compile cache key, the same in all processes for equal fields and source code.
 
-        The text of a filter function has the values of the globals that it reads now. A function that can't be
-        compared, see ``filter``, gets a new text in each process.
+        The key of a filter function includes the current values of the globals that it reads. A function that can't be
+        compared (see ``filter``) gets a new key in each process.
         """
         chosen = repr(self.filter) if not callable(self.filter) else filter_text(self.filter)
-        return f"SavedAsCodes {source_salt(SavedAsCodes)} {self.quantizer!r} {chosen}"
+        quantizer = self.quantizer and self.quantizer.__fx_repr__()[0]  # classes may share a name, and so their repr
+        return f"SavedAsCodes {source_salt(SavedAsCodes)} {quantizer} {chosen}"
 
 
 @lru_cache

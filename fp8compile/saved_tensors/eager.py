@@ -57,8 +57,9 @@ class Kept:
         if self.value is not None:
             if self.value._version != self.version:
                 raise RuntimeError(
-                    f"saved_as_codes: a tensor of shape {tuple(self.value.shape)} that the backward reads was written "
-                    "to in place after the forward saved it. Write out of place, or clone the tensor first."
+                    f"saved_as_codes: a tensor of shape {tuple(self.value.shape)} that the backward needs was "
+                    "modified in place after the forward saved it. Use an out-of-place operation, or modify a clone "
+                    "of the tensor."
                 )
             return self.value
         assert self.packing is not None, "a tensor that is gone was packed"
@@ -71,9 +72,9 @@ class Watch(_compat.OnlookingMode):
 
     supports_higher_order_operators = True  # a compiled region may run as one
 
-    def __init__(self, saved: SavedAsCodes) -> None:
+    def __init__(self, saved: SavedAsCodes, name: str) -> None:
         super().__init__()
-        self.saved = saved
+        self.saved, self.name = saved, name
         self.pending: list[Kept] = []
         # A tensor that two operators save is packed once. Neither keys nor values keep anything alive.
         self.known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -168,7 +169,11 @@ def _may_be_packed(x: Tensor) -> bool:
     )
 
 
-def packed_in_eager(x: Tensor, saved: SavedAsCodes) -> Any:
-    """Return what autograd saves for ``x`` in eager mode: a `Kept`, or ``x`` itself if it can't become codes."""
-    watch = next((each for each in reversed(_watches()) if each.saved == saved), None)
+def packed_in_eager(x: Tensor, name: str) -> Any:
+    """Return what autograd saves for ``x`` in eager mode: a `Kept`, or ``x`` itself if it can't become codes.
+
+    ``name`` is that of the active `Watch` whose hook got ``x``. Autograd's own threads (backwards on GPUs) have the
+    hook without a watch.
+    """
+    watch = next((each for each in reversed(_watches()) if each.name == name), None)
     return watch.keep(x) if watch is not None and _may_be_packed(x) else x

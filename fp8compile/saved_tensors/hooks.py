@@ -25,45 +25,51 @@ __all__ = ["saved_as_codes"]
 
 PACKING = "fp8compile_packing"  # in the meta of a saved node
 GRAPHS: set[fx.Graph] = set()  # of our hooks
-VALUES: dict[str, SavedAsCodes] = {}  # by the text that stands for them in graphs
+VALUES: dict[str, SavedAsCodes] = {}  # by their `uuid()`, which graphs hold; values of one text are alike
 
 
 @contextmanager
 def saved_as_codes(
     saved: SavedAsCodes | None = None, *, quantizer: Quantizer | None = None, filter: Filter = None
 ) -> Iterator[None]:
-    """Context in which calls save tensors for the backward as codes, eager or compiled by any backend.
+    """Context manager that quantizes tensors saved for the backward, in eager mode or with any compile backend.
 
-    Use the context around the call of a model; the backward may run outside. A model called inside and outside of the
-    context is compiled twice. Tensors that a compiled region saves are packed after the region, by additional kernels;
-    ``fp8compile.compile(model, saved=...)`` packs inside of the region. Make a filter function only once, because
-    a new function object compiles the call again.
+    Wrap the call of a model in this context; the backward may run outside of it. A model called both inside and
+    outside of the context is compiled twice. Tensors saved by a compiled region are quantized after the region, by
+    additional kernels; ``fp8compile.compile(model, saved=...)`` quantizes them inside of the region. If caches can't
+    compare a filter function, such as a closure (see `SavedAsCodes`), create it only once, because each new one
+    recompiles the call and is kept alive.
 
     Args:
-        saved: Which tensors become codes, and how. Give either this value, or its fields as the next two arguments.
-        quantizer: Makes the codes, as in `SavedAsCodes`.
-        filter: Which tensors become codes, as in `SavedAsCodes`.
+        saved: Which tensors to quantize, and how. Pass either this or the next two arguments.
+        quantizer: Quantizer for the tensors, as in `SavedAsCodes`.
+        filter: Which tensors to quantize, as in `SavedAsCodes`.
 
     Raises:
-        TypeError: Both a value and fields are given, or an argument is of another type.
+        TypeError: ``saved`` is combined with another argument, or an argument has a wrong type.
         ValueError: See `SavedAsCodes`.
-        RuntimeError: Dynamo traces the context itself, or other hooks on saved tensors are active, such as those of
-            ``save_on_cpu`` or of a checkpointed region.
-        NotImplementedError: A compiled forward saves something that PyTorch loses when inlining hooks, such as the
-            mesh of tensor parallelism.
+        RuntimeError: The context is entered inside a compiled function, or other saved-tensor hooks are active, such
+            as those of ``save_on_cpu`` or of a checkpointed region.
+        NotImplementedError: A compiled forward saves an object that PyTorch loses when it inlines hooks, such as the
+            device mesh of tensor parallelism.
     """
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
-            "saved_as_codes: Dynamo is tracing this context, and it traces no hooks on saved tensors. Put the context "
-            "around the call of the compiled model, or take fp8compile.compile(model, saved=...)."
+            "saved_as_codes: Dynamo is tracing this context, but it does not support hooks on saved tensors. Use "
+            "the context around the call of the compiled model, or call fp8compile.compile(model, saved=...)."
         )
     if saved is not None and not isinstance(saved, SavedAsCodes):
-        raise TypeError(f"saved_as_codes: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or leave it out.")
+        raise TypeError(f"saved_as_codes: `saved` is {saved!r}; it must be a fp8compile.SavedAsCodes, or be omitted.")
     if saved is not None and (quantizer is not None or filter is not None):
-        raise TypeError("saved_as_codes: a SavedAsCodes has its quantizer and filter. Give the value or the fields.")
+        raise TypeError(
+            "saved_as_codes: `saved` was passed together with `quantizer` or `filter`, but it already contains both. "
+            "Pass either `saved` alone, or `quantizer` and `filter`."
+        )
     _check_hooks_around()
     value = saved or SavedAsCodes(quantizer, filter)
-    with Watch(value) as watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(value, value.uuid())):
+    name = value.uuid()
+    VALUES[name] = value
+    with Watch(value, name) as watch, torch.autograd.graph.saved_tensors_hooks(*_hooks(name)):
         yield
         watch.settle()
 
@@ -72,19 +78,15 @@ def _check_hooks_around() -> None:
     around = _compat.active_saved_tensor_hooks()
     if around is not None and getattr(around[0], "graph", None) not in GRAPHS:
         raise RuntimeError(
-            f"saved_as_codes: other hooks on saved tensors are active, {around[0]!r}, and autograd calls the "
-            "innermost ones alone. Put this context around a checkpointed region and not into it. To offload codes, "
-            "call a model of fp8compile.compile(model, saved=...) in the context of the other hooks."
+            f"saved_as_codes: other hooks on saved tensors are active, {around[0]!r}, but autograd calls only the "
+            "innermost hooks. Use this context around a checkpointed region and not inside it. To offload compressed "
+            "activations, call a model of fp8compile.compile(model, saved=...) inside the context of the other hooks."
         )
 
 
 @cache
-def _hooks(saved: SavedAsCodes, name: str) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the pack and unpack hooks for ``saved``, cached because Dynamo guards on the identity of hooks.
-
-    ``name`` is the ``uuid()`` of ``saved``.
-    """
-    VALUES[name] = saved
+def _hooks(name: str) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the pack and unpack hooks for a key of `VALUES`, cached because Dynamo guards on their identity."""
     return _as_graph(pack_hook, name), _as_graph(unpack_hook, name)
 
 
@@ -109,8 +111,8 @@ def _traced_packing(saved: SavedAsCodes) -> Any:
     node, backward = context["_node"], context["_bw_graph"]
     if (lost := _compat.lost_by_hooks(backward)) is not None:
         raise NotImplementedError(
-            f"saved_as_codes: this compiled forward saves {lost}, which PyTorch loses where it inlines hooks on saved "
-            "tensors. Leave the context out, and take fp8compile.compile(model, saved=fp8compile.SavedAsCodes(...))."
+            f"saved_as_codes: this compiled forward saves {lost}, which PyTorch loses when it inlines hooks on saved "
+            "tensors. Omit the context, and use fp8compile.compile(model, saved=fp8compile.SavedAsCodes(...))."
         )
     # asked once: the operators of the packing, which PyTorch puts into the graph, read the node too
     if PACKING not in node.meta:
@@ -127,7 +129,7 @@ def pack_hook(x: Tensor, name: str) -> Any:
     """
     packing = _traced_packing(VALUES[name])
     if packing is NotImplemented:
-        return packed_in_eager(x, VALUES[name])
+        return packed_in_eager(x, name)
     return x if packing is None else packing.pack(x)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8compile.inductor import inlined, min_cut_then, traced
+from fp8compile.inductor import PARTITIONERS, inlined, min_cut_then, traced
 from fp8compile.saved_tensors.choice import SavedAsCodes
 from fp8compile.saved_tensors.graph_walks import source_of
 from fp8compile.saved_tensors.kind_from_graphs import block_beside, described
@@ -161,3 +161,6 @@ def partitioner(saved: SavedAsCodes) -> Any:
 def _named(text: str) -> Any:
     """Return this process's partitioner whose ``uuid()`` is ``text``; called when a cache unpickles it."""
     return NAMED[text]
+
+
+PARTITIONERS[SavedAsCodes] = partitioner

@@ -20,21 +20,21 @@ SMALLEST = 65_536
 class SavedTensor:
     """A floating-point tensor that the forward computes and saves for the backward.
 
-    Excluded are statistics (means, amaxes, the sums of attention), random states and a graph's own arguments.
+    This excludes statistics (means, amaxes, the log-sum-exp of attention), random states and a graph's own arguments.
 
     Attributes:
-        kind: What reads the tensor.
+        kind: How the tensor is used.
 
             - ``"norm"``: an input of a norm over the last dim, or a term of a sum that is such an input.
-            - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a factor of an elementwise product.
+            - ``"activation"``: an input of SiLU, GELU, sigmoid or tanh, or a factor of an elementwise multiplication.
             - ``"checkpoint"``: an input of a checkpointed region.
-            - ``"attention"``: the backward of an attention reads it.
-            - ``"gemm"``: a GEMM of the backward, or a layer that quantizes, reads it.
-            - ``"other"``: anything else, such as a tensor that the backward of an unknown operator reads.
-        shape: Shape of the tensor. A dynamic size is the one that the graph was traced with.
+            - ``"attention"``: read by the backward of attention.
+            - ``"gemm"``: read by a GEMM of the backward, or by a layer that quantizes it.
+            - ``"other"``: anything else, such as a tensor read by the backward of an unknown operator.
+        shape: Shape of the tensor. For a dynamic size, the value that the graph was traced with.
         dtype: Dtype of the tensor.
-        module: Fully qualified name of the module that makes the tensor, from Dynamo; empty if unknown.
-        made_by: Name of the operator that makes the tensor, such as ``"add"``; empty in eager mode.
+        module: Fully qualified name of the module that computes the tensor, from Dynamo; empty if unknown.
+        made_by: Name of the operator that computes the tensor, such as ``"add"``; empty in eager mode.
     """
 
     kind: str

@@ -6,12 +6,13 @@ The files of this package register handlers of ops for these two classes. An op 
 from fp8compile.tensor import factory_ops as factory_ops  # these fill tables of the classes
 from fp8compile.tensor import saved as saved
 from fp8compile.tensor import view_ops as view_ops
-from fp8compile.tensor.as_layer_weight import check_serves, codes_seen
-from fp8compile.tensor.check_arguments import SOURCE_DTYPES, checked_sizes, not_dense, own_sizes, shown
+from fp8compile.tensor.as_layer_weight import check_serves
+from fp8compile.tensor.check_arguments import SOURCE_DTYPES, allow_groups, checked_sizes, not_dense, own_sizes, shown
 from fp8compile.tensor.check_sizes_over_ranks import check_agreement
 from fp8compile.tensor.fsdp2_gather_policy import BOTH, GATHERED, PLAIN, GatherPolicy
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.fsdp2_messages import SetToGather
+from fp8compile.tensor.optimizer_steps import mark_replaced
 from fp8compile.tensor.parameter_attributes import attributes_of_others, in_place_of
 from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized_parameter import QuantizedParameter, is_quantized_parameter
@@ -31,17 +32,18 @@ __all__ = [
     "QuantizedTensor",
     "SOURCE_DTYPES",
     "SetToGather",
+    "allow_groups",
     "assign",
     "attributes_of_others",
     "check_agreement",
     "check_serves",
-    "codes_seen",
     "checked_sizes",
     "count_write",
     "cut_dim",
     "has_codes",
     "in_place_of",
     "is_quantized_parameter",
+    "mark_replaced",
     "not_dense",
     "own_sizes",
     "quantize",

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fp8compile import _compat
 
-__all__ = ["SOURCE_DTYPES", "checked_sizes", "not_dense", "own_sizes", "shown"]
+__all__ = ["SOURCE_DTYPES", "allow_groups", "checked_sizes", "not_dense", "own_sizes", "shown"]
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -20,6 +20,16 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def shown(value: object) -> str:
     """Return the repr of a wrong value, for an error's text."""
     return repr(value)
+
+
+@_compat.constant_when_traced
+def allow_groups() -> None:
+    """Let compiled code use a QuantizedTensor with a process group; raise a RuntimeError on PyTorch 2.11."""
+    if not _compat.allow_group_in_subclass():
+        raise RuntimeError(
+            f"a process group on a QuantizedTensor requires PyTorch 2.12 or later, this is {torch.__version__}. "
+            "Upgrade PyTorch, or quantize without group=."
+        )
 
 
 def not_dense(x: Tensor) -> str | None:
@@ -41,10 +51,12 @@ def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup)
         ValueError: ``given`` does not have one entry for each rank of ``group``.
     """
     if not isinstance(given, Sequence) or not all(type(size) is int and size >= 0 for size in given):
-        raise TypeError(f"{function}: {argument} is {shown(given)}; it is a tuple of ints from 0, one for each rank.")
+        raise TypeError(
+            f"{function}: `{argument}` must be a tuple of an int of at least 0 per rank, got {shown(given)}."
+        )
     if len(given) != group.size():
         raise ValueError(
-            f"{function}: {argument} is {tuple(given)}; it has one entry for each of {group.size()} ranks."
+            f"{function}: `{argument}` must have an entry for each of {group.size()} ranks, got {tuple(given)}."
         )
     return tuple(given)
 
@@ -65,7 +77,7 @@ def own_sizes(function: str, argument: str, given: Any, group: ProcessGroup, own
     sizes = checked_sizes(function, argument, given, group)
     if sizes[group.rank()] != own:
         raise ValueError(
-            f"{function}: {argument} is {sizes} and {what} on rank {group.rank()} are {own}; give what each rank has, "
-            "the same on all of them."
+            f"{function}: `{argument}` is {sizes}, but {what} on rank {group.rank()} are {own}. Pass the sizes of "
+            "all ranks, the same on all of them."
         )
     return sizes

@@ -44,8 +44,8 @@ def _compare_once(
         if any(numbers[part] != every[0][part] for numbers in every):
             said = ", ".join(f"{tuple(numbers[part])} on rank {rank}" for rank, numbers in enumerate(every))
             raise ValueError(
-                f"{function}: ranks of the group disagree on {name}: {said}. Say on all of them what each one has, "
-                f"{name}=(...); left out, it says that all have as much as the rank itself."
+                f"{function}: ranks of the group disagree on {name}: {said}. Pass the sizes of all ranks on each of "
+                f"them, {name}=(...); if omitted, all ranks must have the same size."
             )
     agreed.add(key)
 

@@ -24,7 +24,9 @@ aten: Any = torch.ops.aten
 def _empty_like(func: Any, x: QuantizedParameter, **kwargs: Any) -> Tensor:
     """Run ``empty_like``: return a parameter with uninitialized codes, whose scales are NaN."""
     if kwargs.pop("dtype", None) not in (None, x.dtype):
-        raise TypeError(f"{func} of a QuantizedParameter in another dtype: take that of .dequantize().")
+        raise TypeError(
+            f"{func} of a QuantizedParameter can't change the dtype. Call it on the result of .dequantize()."
+        )
     sets = []
     for own in x.sets():
         codes, outer = func(own.codes, **kwargs), own.outer_scale
@@ -62,9 +64,9 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[
     """
     if packed_dim(own.quantizer) == -2 and (len(size) < 2 or size[-2] % 2):
         raise TypeError(
-            f"{func} {tuple(size)} of a QuantizedParameter whose codes share a byte with the next row's, by "
-            f"{own.quantizer!r}. If this is fully_shard: give each rank an even number of rows, take "
-            "fp8compile.recipes.nvfp4() with weight_block=(16, 16), or leave quantized_parameters out."
+            f"{func} {tuple(size)} of a QuantizedParameter that stores values of two rows in one byte "
+            f"({own.quantizer!r}) requires an even number of rows. If this is fully_shard: use an even number of rows "
+            "per rank, use fp8compile.recipes.nvfp4() with weight_block=(16, 16), or omit quantized_parameters."
         )
     batch, outer = tuple(size[: x.batch]), own.outer_scale
     codes = own.codes.new_zeros((*batch, *own.quantizer.codes_shape(size[x.batch :])), **kwargs)
@@ -87,7 +89,7 @@ def _new_zeros(func: Any, x: QuantizedParameter, size: Sequence[int], **kwargs: 
     if x.batch and len(size) != x.ndim:  # FSDP2 does this for a rank without elements
         return x.flat([own.codes.new_empty(size, **kwargs) for own in x.sets()])
     if kwargs.pop("dtype", None) not in (None, x.dtype):
-        raise TypeError(f"{func} of a QuantizedParameter in another dtype: use torch.zeros.")
+        raise TypeError(f"{func} of a QuantizedParameter can't change the dtype. Use torch.zeros(shape, dtype=...).")
     sets = [_blank_set(func, x, own, size, **kwargs) for own in x.sets()]
     found = QuantizedParameter.of_sets(sets, x.dtype, batch=x.batch)
     if x.extent == WHOLE:  # FSDP2 is about to cut `x`

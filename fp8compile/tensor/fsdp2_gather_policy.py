@@ -20,21 +20,21 @@ GATHERED = "gathered"  # attribute of a layer: text that says what FSDP2 gathers
 PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
 OWN, BOTH, PLAIN = "own", "codes", "param_dtype"
 IN_WORDS = {
-    OWN: "codes, each pass its own",
-    BOTH: "codes of both passes at once",
-    PLAIN: "param_dtype: one gather serves both passes, which multiply different codes",
+    OWN: "quantized data, separate for each pass",
+    BOTH: "quantized data of both passes at once",
+    PLAIN: "param_dtype: one all-gather serves both passes, which quantize the weight differently",
 }
 
 
 REPEATED = (
-    "fp8compile.parallel.fsdp_float8_all_gather: {what}, and FSDP2 has gathered for that pass the codes that "
-    "grad_input multiplies, and no others. This is activation checkpointing, which repeats a forward in the backward: "
-    "pass checkpointed=True, so that gathers serve both."
+    "fp8compile.parallel.fsdp_float8_all_gather: {what}, but FSDP2 has all-gathered only the FP8 data for "
+    "grad_input in this pass. This is activation checkpointing, which repeats a forward in the backward. Pass "
+    "checkpointed=True, so that each all-gather serves both."
 )
 TOO_EARLY = (
-    "fp8compile.parallel.fsdp_float8_all_gather: grad_input reads a weight of which FSDP2 has gathered the codes for "
-    "the output, and no others: something called unshard() between forward and backward, or kept the weight. Leave "
-    "that to FSDP2, or pass checkpointed=True, so that gathers serve both."
+    "fp8compile.parallel.fsdp_float8_all_gather: grad_input reads a weight for which FSDP2 has all-gathered only "
+    "the FP8 data for the output, because unshard() was called between forward and backward, or the weight was "
+    "kept. Leave this to FSDP2, or pass checkpointed=True, so that each all-gather serves both."
 )
 
 
@@ -112,9 +112,9 @@ class GatherPolicy:
                 setattr(module, GATHERED, IN_WORDS[kind])
         if self.kind == OWN != kind:
             raise RuntimeError(
-                "fsdp_float8_all_gather: each pass has gathered its own codes so far, and weights are now to stay "
-                "from the forward to the backward, which needs others. Call set_reshard_after_forward(False) before "
-                "the first forward."
+                "fsdp_float8_all_gather: so far each pass has all-gathered its own FP8 data, but now weights are "
+                "kept from the forward to the backward, which needs different data. Call "
+                "set_reshard_after_forward(False) before the first forward."
             )
         return self.kind
 

@@ -28,7 +28,23 @@ __all__ = ["FullyShardHooks"]
 PAIR = GEMMS[:2]  # the products that read a weight
 
 
-@_compat.keeps_parts_after_forward
+def _check_dim(name: str, size: int, dim: int) -> None:
+    if dim:
+        raise ValueError(
+            f"reshard_after_forward={size}: {name} is sharded along dim {dim}, but FSDP2 concatenates shards only "
+            "along dim 0. Pass True or False for its module, or omit shard_placement_fn."
+        )
+
+
+def _check_writes(name: str, size: int, is_written: bool) -> None:
+    if is_written:
+        raise RuntimeError(
+            f"reshard_after_forward={size}: {name} was modified after a forward without a backward, but the ranks "
+            "still have shards of its previous value. Call reshard() on the FSDP modules before you modify weights."
+        )
+
+
+@_compat.keeps_parts_after_forward(_check_dim, _check_writes)
 class FullyShardHooks:
     """Mixin with the two methods that `torch.distributed.fsdp.fully_shard` calls around its all-gather.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fp8compile._compat import local_itself, untraced
+from fp8compile.tensor.parameter_attributes import REPLACED
 from fp8compile.tensor.requantize import assign
 
 if TYPE_CHECKING:
@@ -25,15 +26,21 @@ __all__ = [
     "check_outside_of_graph_of_step",
     "computed_values",
     "listen_to_optimizers",
+    "mark_replaced",
     "settle",
     "values_of",
     "write",
 ]
 
 IN_A_GRAPH = (
-    "{what} of a QuantizedParameter in a graph that was compiled while an optimizer's step runs: it has values there, "
-    "and stale codes. Only ops in place on the parameter itself go with that: leave this step uncompiled. If a step "
-    "has raised, and you caught it: call the optimizer's zero_grad() and step() once, which ends it."
+    "{what} of a QuantizedParameter is not supported in a graph that was compiled during an optimizer's step, "
+    "where the parameter holds values and its FP8 data is stale. Only in-place ops on the parameter itself are "
+    "supported. Do not compile this step. If a step raised an error that you caught, call the optimizer's "
+    "zero_grad() and step() once to end it."
+)
+OLDER = (
+    "{name}.step: {function} replaced a parameter of shape {shape} after this optimizer was created. The step would "
+    "update a tensor that the model no longer has, and the model would not train. Create the optimizer afterwards."
 )
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -129,6 +136,20 @@ def _write_now(writes: Sequence[tuple[QuantizedParameter, Tensor]]) -> None:
         tensor.keep(values)
 
 
+def mark_replaced(parameter: Tensor, function: str) -> None:
+    """Make steps of optimizers that still have ``parameter`` raise, because ``function`` took it out of the model."""
+    setattr(parameter, REPLACED, function)
+    listen_to_optimizers()
+
+
+def _check_not_replaced(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if (function := vars(p).get(REPLACED)) is not None:
+                name, shape = type(optimizer).__name__, tuple(p.shape)
+                raise RuntimeError(OLDER.format(name=name, function=function, shape=shape))
+
+
 def _parameters(optimizer: Optimizer) -> list[QuantizedParameter]:
     every: Iterable[Any] = (local_itself(p) for group in optimizer.param_groups for p in group["params"])
     return [each for each in every if hasattr(each, "check_writable")]
@@ -136,6 +157,7 @@ def _parameters(optimizer: Optimizer) -> list[QuantizedParameter]:
 
 def _open(parameters: Iterable[QuantizedParameter]) -> None:
     for each in parameters:
+        each._shared.is_copy = False
         each.pending = Pending(place_of(each), each)
 
 
@@ -167,6 +189,7 @@ def _outside(argument: Any, parameters: Sequence[QuantizedParameter]) -> Any:
 def _begin(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    _check_not_replaced(optimizer)
     if not (parameters := _parameters(optimizer)):
         return None
     _close(parameters)  # an earlier step may have raised and left values
@@ -193,6 +216,9 @@ def check_outside_of_graph_of_step(tensors: Iterable[object], what: object) -> N
 
 @cache
 def listen_to_optimizers() -> None:
-    """Register hooks on the steps of all optimizers, once; the first QuantizedParameter calls this."""
+    """Register hooks on the steps of all optimizers, once; the first QuantizedParameter calls this.
+
+    Parameters that fp8compile has replaced by others call it too.
+    """
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)

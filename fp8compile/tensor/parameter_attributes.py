@@ -12,9 +12,10 @@ from torch.nn import Parameter
 
 from fp8compile._compat import keep_grad_dtype
 
-__all__ = ["KEPT_CODES", "attributes_of_others", "in_place_of", "moved"]
+__all__ = ["KEPT_CODES", "REPLACED", "attributes_of_others", "in_place_of", "moved"]
 
 KEPT_CODES = "_fp8compile_codes"  # attribute of a parameter: its `WeightCodes`, which are those of no other tensor
+REPLACED = "_fp8compile_replaced"  # attribute of a parameter that a model no longer has: the function that replaced it
 
 # `Module.to` and `Module.to_empty` replace a parameter of a tensor subclass by what these ops return
 MOVES = {torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default}
@@ -28,9 +29,9 @@ def _declared(cls: type[Any]) -> set[str]:
 def attributes_of_others(tensor: Tensor) -> dict[str, Any]:
     """Return a tensor's attributes that its class does not declare, such as attributes set by users.
 
-    Codes that are kept beside a parameter are left out.
+    Attributes that fp8compile set for this tensor alone are left out.
     """
-    own = {KEPT_CODES, *_declared(type(tensor))}
+    own = {KEPT_CODES, REPLACED, *_declared(type(tensor))}
     return {name: value for name, value in vars(tensor).items() if name not in own}
 
 

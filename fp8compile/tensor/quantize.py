@@ -22,7 +22,7 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.quantize_over_ranks import quantize_part
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import shape_said
-from fp8compile.tensor.check_arguments import SOURCE_DTYPES, not_dense, own_sizes, shown
+from fp8compile.tensor.check_arguments import SOURCE_DTYPES, allow_groups, not_dense, own_sizes, shown
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = ["quantize"]
@@ -31,27 +31,27 @@ __all__ = ["quantize"]
 def _check_source(x: Any, quantizer: Any) -> None:
     if not isinstance(quantizer, Quantizer):
         raise TypeError(
-            f"quantize: quantizer is {shown(quantizer)}; it is a fp8compile.Quantizer, such as "
+            f"quantize: `quantizer` is {shown(quantizer)}; it must be a fp8compile.Quantizer, such as "
             "fp8compile.CurrentScaling()."
         )
     if isinstance(x, QuantizedTensor):
-        raise TypeError("quantize: x is quantized already. Call .dequantize() first if that is what you mean.")
+        raise TypeError("quantize: `x` is already quantized. Call .dequantize() first to quantize it again.")
     if not isinstance(x, Tensor):
-        raise TypeError(f"quantize: x is {type(x).__name__}; it is a dense tensor.")
+        raise TypeError(f"quantize: `x` is {type(x).__name__}; it must be a dense tensor.")
     if _compat.is_dtensor(x):
         raise TypeError(
-            "quantize: x is a DTensor; it is this rank's part of a tensor, x.to_local(), with group= and shard_dim=, "
-            "or a whole tensor, x.full_tensor()."
+            "quantize: `x` is a DTensor; it must be the local shard, x.to_local(), with group= and shard_dim=, or "
+            "the full tensor, x.full_tensor()."
         )
     if (reason := not_dense(x)) is not None:
-        raise TypeError(f"quantize: x {reason}; it is a dense tensor.")
+        raise TypeError(f"quantize: `x` {reason}; it must be a dense tensor.")
     if x.dtype not in SOURCE_DTYPES:
-        raise TypeError(f"quantize: x is {x.dtype}; it is bfloat16, float16 or float32. Cast it first.")
+        raise TypeError(f"quantize: `x` is {x.dtype}; it must be bfloat16, float16 or float32. Cast it first.")
     if _compat.is_transformed(x):
         raise RuntimeError(
-            "quantize: x is inside a transform of torch.func (grad, vmap, jvp) or forward-mode autograd, which can't "
-            "look into a QuantizedTensor. Differentiate by .backward() or torch.autograd.grad, or use "
-            "fp8compile.linear, which torch.func.grad differentiates."
+            "quantize: `x` is inside a transform of torch.func (grad, vmap, jvp) or forward-mode autograd, which "
+            "do not support QuantizedTensor. Differentiate with .backward() or torch.autograd.grad, or use "
+            "fp8compile.linear, which torch.func.grad supports."
         )
 
 
@@ -75,30 +75,31 @@ def _check_fits(x: Tensor, quantizer: Quantizer) -> None:
 
 def _not_fitting(x: Tensor, found: Sequence[int]) -> str:
     return (
-        f"quantize: x has shape {tuple(x.shape)}, and its codes by this quantizer would stand for shape "
-        f"{tuple(found)}: it packs or transforms several values together. Pad x with zeros to that shape; layers do "
-        "so by themselves."
+        f"quantize: `x` has shape {tuple(x.shape)}, but this quantizer would return a tensor of shape "
+        f"{tuple(found)}, because it packs or transforms several values together. Pad x with zeros to that shape; "
+        "layers do this automatically."
     )
 
 
 def _check_shard(x: Tensor, group: Any, shard_dim: Any, sizes: Any) -> None:
     if (group is None) != (shard_dim is None):
         raise ValueError(
-            f"quantize: group is {group}, shard_dim {shard_dim}; give both for a shard of a tensor that is spread "
-            "over ranks, none for a whole tensor."
+            f"quantize: `group` is {group} and `shard_dim` is {shard_dim}; pass both for a shard of a distributed "
+            "tensor, or neither for a full tensor."
         )
     if group is None:
         if sizes is not None:
-            raise ValueError(f"quantize: sizes is {shown(sizes)} and group None; sizes are those of a group's shards.")
+            raise ValueError(
+                f"quantize: `sizes` is {shown(sizes)}, but group is None. Pass the process group of the shards as "
+                "group=, or omit sizes."
+            )
         return
     if not isinstance(group, ProcessGroup):
-        raise TypeError(
-            f"quantize: group is {shown(group)}; it is a torch.distributed.ProcessGroup, such as mesh.get_group()."
-        )
+        raise TypeError(f"quantize: `group` must be a ProcessGroup, such as mesh.get_group(), got {shown(group)}.")
     if type(shard_dim) is not int:
-        raise TypeError(f"quantize: shard_dim is {shown(shard_dim)}; it is an int.")
+        raise TypeError(f"quantize: `shard_dim` is {shown(shard_dim)}; it must be an int.")
     if not -x.ndim <= shard_dim < x.ndim:
-        raise ValueError(f"quantize: shard_dim is {shard_dim}, x has {x.ndim} dims.")
+        raise ValueError(f"quantize: `shard_dim` is {shard_dim}, but x has {x.ndim} dims.")
     if sizes is not None:
         own_sizes("quantize", "sizes", sizes, group, x.shape[shard_dim], f"the entries of x along dim {shard_dim}")
 
@@ -119,8 +120,8 @@ def _block_spans_ranks(x: Tensor, quantizer: Quantizer, group: ProcessGroup, sha
     if length % block and not ends_tensor:
         raise ValueError(
             f"quantize: a shard of {length} elements along dim {shard_dim} on rank {group.rank()} of {group.size()} "
-            f"cuts blocks of {block}. On all ranks, say how much each of them has: sizes=(...); or shard in multiples "
-            f"of {block} (the last rank may have less)."
+            f"splits blocks of {block}. On all ranks, pass the size of each shard, sizes=(...); or shard in "
+            f"multiples of {block} (the last rank may have less)."
         )
     return False
 
@@ -146,8 +147,8 @@ def _quantized(
         return _quantize_shard(x, quantizer, group, shard_dim, tuple(sizes))
     if group is not None and not _is_local(quantizer):
         raise ValueError(
-            "quantize: codes of this quantizer depend on where in the whole tensor a value stands, as stochastic "
-            "rounding does. On all ranks, say how much each of them has: sizes=(...)."
+            "quantize: this quantizer depends on the position of a value in the full tensor, as in stochastic "
+            "rounding. On all ranks, pass the size of each shard: sizes=(...)."
         )
     amax = ops.amax(x, quantizer)
     if group is not None and _block_spans_ranks(x, quantizer, group, shard_dim):
@@ -170,30 +171,30 @@ def quantize(
     shard_dim: int | None = None,
     sizes: Sequence[int] | None = None,
 ) -> QuantizedTensor:
-    """Quantize a tensor, or this rank's shard of one.
+    """Quantize a tensor, or this rank's shard of a tensor.
 
-    With a group, the shard gets the codes and scales of its part of the quantized whole tensor. Amaxes are reduced
-    over the group if blocks have elements on several ranks, or if there is an outer scale. Else nothing is sent.
+    With a group, the result is this rank's shard of the quantized full tensor, bit for bit. Amaxes are reduced over
+    the group if blocks span several ranks, or if there is a global scale. Otherwise nothing is communicated.
 
-    Gradients pass straight through: the gradient of ``x`` is the gradient of the result, a plain tensor.
+    The gradient is straight-through: the gradient of ``x`` is the gradient of the result, a plain tensor.
 
     Args:
-        x: Any shape, bfloat16, float16 or float32. It has at least one dim if the quantizer has two levels of scales.
-        quantizer: The quantizer, which says how values become codes.
-        group: The ranks over which the whole tensor is spread; ``x`` is this rank's shard. All these ranks call this.
-        shard_dim: The dim along which the tensor is sharded; needed with ``group``.
-        sizes: Number of entries that each rank has along ``shard_dim``. Needed if a shard begins or ends within a
-            block, or if rounding is stochastic, because a rank can't tell the other ranks' sizes from its own. All
-            ranks give the same sizes, or none gives any.
+        x: Any shape, bfloat16, float16 or float32. At least one dim if the quantizer has two levels of scales.
+        quantizer: The quantizer, which defines format, blocks, scales and rounding.
+        group: The ranks over which the tensor is sharded; ``x`` is this rank's shard. All these ranks must call this.
+        shard_dim: The dim along which the tensor is sharded; required with ``group``.
+        sizes: Number of entries that each rank has along ``shard_dim``. Required if a shard begins or ends within a
+            block, or if rounding is stochastic, because a rank can't infer the sizes of the other ranks. Either all
+            ranks pass the same sizes, or none passes any.
 
     Returns:
         A QuantizedTensor with the shape and dtype of ``x``.
 
     Raises:
         TypeError: ``x`` is not a dense tensor of these dtypes, or another argument has a wrong type.
-        ValueError: Only one of ``group`` and ``shard_dim`` is given, or ``x`` has no such dim. Sizes do not fit, or
-            are missing although they are needed. Sizes are given, but codes share bytes and ``quantizer.unpacked()``
-            is None. The shape of ``x`` does not fit the quantizer, which packs or transforms several values together.
+        ValueError: Only one of ``group`` and ``shard_dim`` is given, or ``x`` has no such dim. Sizes do not match, or
+            are missing although they are required. Sizes are given, but the format is packed and
+            ``quantizer.unpacked()`` is None. The shape of ``x`` can't be packed or transformed by the quantizer.
         RuntimeError: A group is given on PyTorch 2.11, or ``x`` is inside a transform of ``torch.func`` or
             forward-mode autograd.
     """
@@ -201,11 +202,11 @@ def quantize(
     _check_shard(x, group, shard_dim, sizes)
     if x.ndim == 0 and _has_outer_scale(quantizer):
         raise ValueError(
-            "quantize: x has shape (), and this quantizer has scales of blocks beside one of the tensor. Give it a "
-            "dim: x.reshape(1)."
+            "quantize: `x` has shape (), but this quantizer has scales of blocks in addition to one of the tensor. "
+            "Add a dim: x.reshape(1)."
         )
     if group is not None and shard_dim is not None:
-        _compat.allow_group_in_subclass()
+        allow_groups()
         shard_dim %= x.ndim
     if sizes is None:  # with sizes, all ranks unpack codes, and raise together if they can't
         _check_fits(x, quantizer)

@@ -26,6 +26,7 @@ from fp8compile.ops.layer.quantize_over_ranks import (
     whole_amax,
 )
 from fp8compile.quantizers import GEMMS, Quantizer
+from fp8compile.tensor.check_arguments import allow_groups
 from fp8compile.tensor.fsdp2_gather_policy import BOTH, GatherPolicy
 from fp8compile.tensor.fsdp2_hooks import FullyShardHooks
 from fp8compile.tensor.fsdp2_messages import SetToGather
@@ -35,7 +36,17 @@ from fp8compile.tensor.quantize import quantize
 from fp8compile.tensor.quantized_tensor import INNER, LAYERS, QuantizedTensor
 from fp8compile.tensor.shards import cut_dim, share_scales_of_shard
 
-__all__ = ["BLANK", "EXTENTS", "SHARD", "SLICE", "WHOLE", "QuantizedParameter", "as_leaf", "is_quantized_parameter"]
+__all__ = [
+    "BLANK",
+    "EXTENTS",
+    "IF_DDP",
+    "SHARD",
+    "SLICE",
+    "WHOLE",
+    "QuantizedParameter",
+    "as_leaf",
+    "is_quantized_parameter",
+]
 
 aten: Any = torch.ops.aten
 EXTENTS = WHOLE, SLICE, SHARD, BLANK = ("whole", "slice", "shard", "blank")
@@ -43,13 +54,17 @@ COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
 # PyTorch ops that only a QuantizedParameter supports. The other files of this package fill the table.
 WRITES: dict[Any, Callable[..., Any]] = {}
 CUT_BY_COLUMNS = (
-    "quantized_parameters: a weight whose forward and backward multiply different codes is sharded along dim 1. Leave "
-    "out shard_placement_fn for it."
+    "quantized_parameters: a weight that is quantized differently for forward and backward is sharded along dim 1, "
+    "which is not supported. Omit shard_placement_fn for it."
+)
+IF_DDP = (
+    "If this is DistributedDataParallel, which broadcasts the values of rank 0: call "
+    "fp8compile.parallel.broadcast_parameters(model), and pass init_sync=False to it."
 )
 NO_MESSAGE = (
-    "of a QuantizedParameter: what is sent are its codes and its scale. For a plan of tensor parallelism, take "
-    "fp8compile.parallel.ColwiseParallel and RowwiseParallel, or convert after parallelize_module; for all of it, "
-    "fp8compile.parallel.broadcast_parameters(model)."
+    "of a QuantizedParameter is not supported, because its quantized data and its scale would have to be sent. For "
+    "tensor parallelism, use fp8compile.parallel.ColwiseParallel and RowwiseParallel, or convert after "
+    "parallelize_module; to broadcast all parameters, use fp8compile.parallel.broadcast_parameters(model)."
 )
 
 
@@ -59,6 +74,7 @@ class _Shared:
     def __init__(self) -> None:
         self.written = False
         self.frozen = False
+        self.is_copy = False  # a clone that no optimizer has updated, such as an average of weights
         self.blank = False  # new_zeros made the tensor, and nothing was written to it yet
         # for each set, the tensor parallel ranks that share its scale, if FSDP2 has cut tensor parallel parts again
         self.outer: tuple[ProcessGroup | None, ...] = (None, None)
@@ -142,9 +158,10 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         PyTorch's method would return 0, so that different parameters would look like the same parameter.
         """
         raise RuntimeError(
-            "data_ptr of a QuantizedParameter: there are codes in memory, and no values. Take that of .codes. (Under "
-            "accelerate, whose FSDP2 finds an optimizer's parameters by it: convert by "
-            "fp8compile.integrations.accelerate.convert, or F8Callback of fp8compile.integrations.transformers.)"
+            "data_ptr of a QuantizedParameter is not supported, because only quantized data is stored. Use "
+            ".codes.data_ptr() instead. Accelerate with FSDP2 calls data_ptr to identify the optimizer's parameters. "
+            "If that is the caller, convert the model with fp8compile.integrations.accelerate.convert, or use "
+            "F8Callback from fp8compile.integrations.transformers."
         )
 
     # ------------------------------------------------------------------ what its views have in common
@@ -159,7 +176,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     outer: tuple[ProcessGroup | None, ...] = _of_shared(  # type: ignore[assignment]
         "outer", "For each set, the tensor parallel ranks that share its scale, under FSDP2."
     )
-    gathers: GatherPolicy | None = _of_shared("gathers", "What FSDP2 gathers for two sets of codes; None for one.")
+    gathers: GatherPolicy | None = _of_shared(
+        "gathers", "What FSDP2 gathers for two sets of quantized data; None for one."
+    )
 
     @property
     def written(self) -> bool:
@@ -173,6 +192,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     @written.setter
     def written(self, value: bool) -> None:
         self._shared.written, self._shared.blank = value, False
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a clone or a deep copy of a parameter, which no optimizer has updated."""
+        return self._shared.is_copy
 
     @property
     def initial(self) -> Tensor | None:
@@ -211,8 +235,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """
         if (found := self.state()) is None:
             raise RuntimeError(
-                "values for a weight whose scale comes from the steps before (DelayedScaling), which its layer "
-                "remembers, and this tensor is no layer's weight: a copy of one. Write to the weight of the layer, or "
+                "writing values to a weight with DelayedScaling is only supported for a layer's own parameter, "
+                "because the layer stores the scale; this tensor is a copy. Write to the weight of the layer, or "
                 "to .dequantize() of the copy."
             )
         return found
@@ -259,7 +283,7 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             shard_dim: The dim along which the weight is sharded.
             total: Size of the whole weight along ``shard_dim``.
         """
-        _compat.allow_group_in_subclass()
+        allow_groups()
         self.group, self.shard_dim = group, shard_dim
         if self.has_all_scales:
             self.sizes = chunk_sizes(total, group.size())
@@ -267,8 +291,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def _values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]  # Tensor._values is of sparse ones
         if self.has_all_scales and self.sizes is None:
             raise RuntimeError(
-                "values of a part of a QuantizedParameter that cuts blocks, before it knows which part it is. Call "
-                "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
+                "the values of a shard of a QuantizedParameter that splits blocks are not available before its "
+                "position is known. Call fp8compile.parallel.share_scales(model) after fully_shard, or run a "
+                "forward first."
             )
         return super()._values(dtype)
 
@@ -306,8 +331,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """
         if self.frozen:
             raise RuntimeError(
-                f"{what} writes to a weight that fp8compile.freeze_weights froze: its codes are those of the trained "
-                "values, which are gone. Train the model first and freeze it then; or train adapters beside it "
+                f"{what} writes to a weight that was frozen by fp8compile.freeze_weights, which keeps only the "
+                "quantized weight. Train the model before freezing it, or train adapters with the frozen model "
                 "(fp8compile.integrations.peft)."
             )
         sets = self.stored()
@@ -316,20 +341,21 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         )
         if self.extent == SLICE:
             raise RuntimeError(
-                f"{what} of a part of a QuantizedParameter, whose scale the rest of it has too. Write to the whole "
-                "parameter."
+                f"{what} of a part of a QuantizedParameter is not supported, because the rest of the parameter "
+                "shares its scale. Write to the full parameter."
             )
         if self.extent == BLANK and spans and self.group is None:
             raise RuntimeError(
-                f"{what} of a tensor that new_zeros or new_empty made of a QuantizedParameter: it takes codes, and no "
-                "values. To compute a weight, as torch.nn.init.orthogonal_ does, take a plain tensor and copy it: "
-                "weight.copy_(torch.nn.init.orthogonal_(torch.empty(weight.shape))). If fully_shard made it, as the "
-                "shard of a rank without elements, call fp8compile.parallel.share_scales(model) first."
+                f"{what} of a tensor that new_zeros or new_empty created from a QuantizedParameter is not "
+                "supported, because such a tensor can only receive quantized data. To compute a weight, as "
+                "torch.nn.init.orthogonal_ does, use a plain tensor and copy it: "
+                "weight.copy_(torch.nn.init.orthogonal_(torch.empty(weight.shape))). If fully_shard created it, as "
+                "the shard of a rank without elements, call fp8compile.parallel.share_scales(model) first."
             )
         if self.extent == SHARD and spans and self.group is None:
             raise RuntimeError(
-                f"{what} of a shard of a QuantizedParameter before it knows the ranks that have its scale too. Call "
-                "fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
+                f"{what} of a shard of a QuantizedParameter is not supported before the ranks that share its scale "
+                "are known. Call fp8compile.parallel.share_scales(model) after fully_shard, or run a forward first."
             )
 
     @property
@@ -337,12 +363,12 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Return the advice in the error about a view that would cut a block."""
         if self.quantizer_for_grad_input is not None:
             return (
-                "leave this weight out of quantized_parameters by the filter of fp8compile.convert, and have FSDP2 "
-                "gather its codes by fp8compile.parallel.fsdp_float8_all_gather, which may cut blocks."
+                "exclude this weight from quantized_parameters with the filter of fp8compile.convert, and "
+                "all-gather it in FP8 with fp8compile.parallel.fsdp_float8_all_gather, which supports split blocks."
             )
         return (
-            "leave this weight out of quantized_parameters. If this is fully_shard: shards of rows may cut blocks, of "
-            "columns they may not (leave out shard_placement_fn)."
+            "exclude this weight from quantized_parameters. If this is fully_shard: row shards may split blocks, "
+            "column shards may not (omit shard_placement_fn)."
         )
 
     # ------------------------------------------------------------------ views
@@ -377,9 +403,8 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         place = None if self.pending is None else self.pending.place
         if any(self.outer) and place is None:
             raise TypeError(
-                "a shard of a QuantizedParameter that tensor parallel ranks have parts of too is no argument of a "
-                "compiled graph, which would forget these ranks. Leave what writes to it uncompiled, unless it is the "
-                "step of an optimizer."
+                "a shard of a QuantizedParameter that is also sharded by tensor parallelism can't be an argument of a "
+                "compiled graph. Do not compile the function that writes to it, unless it is the step of an optimizer."
             )
         names, metadata = super().__tensor_flatten__()
         if place is not None:  # reading the names without "_" would round the step's values
@@ -408,8 +433,9 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.group is not None or any(self.outer) or self.has_all_scales:
             raise TypeError(
-                "a QuantizedParameter whose scale ranks share can't be pickled: a group lives in one process. Save "
-                "its module's state_dict(), which has codes and scale as plain tensors."
+                "a QuantizedParameter whose scale is shared over ranks can't be pickled, because a process group "
+                "belongs to one process. Save its module's state_dict(), which has the quantized data and the "
+                "scale as plain tensors."
             )
         sets, leaf = self.sets(), (self.requires_grad, isinstance(self, torch.nn.Parameter))
         if len(sets) == 1:
@@ -470,8 +496,15 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
             if func is aten.view.default and args[0].flattens_blocks(args[1]):
                 found = args[0].flat([own.codes.view(-1) for own in args[0].sets()])
                 return return_and_correct_aliasing(func, args, kwargs, found)
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            return moved(func, args[0], result.unshared() if func in COPIES else result)
+            try:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            except TypeError as error:
+                if func is aten.view.default and len(args[1]) == 1:
+                    raise TypeError(f"{error} {IF_DDP}") from None
+                raise
+            if func in COPIES:
+                result.unshared()._shared.is_copy = func is aten.clone.default
+            return moved(func, args[0], result)
 
     def unshared(self) -> Self:
         """Give this copy separate initial values and flags, equal to the original's; return the copy."""

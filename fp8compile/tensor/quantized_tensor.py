@@ -45,62 +45,70 @@ INNER = tuple(f"{part}{end}" for end in ENDS for part in PARTS)
 def _parts_to_gather(x: QuantizedTensor, dim: int, sizes: Sequence[int] | None) -> DimSharding:
     if x.group is None:
         raise ValueError(
-            "all_gather: this QuantizedTensor has no group, so it is no part of anything. Make it by "
+            "all_gather: this QuantizedTensor has no group, so it is not a shard. Create it with "
             "fp8compile.quantize(x, quantizer, group=..., shard_dim=...)."
         )
     if x.codes.shape != x.shape:
         raise TypeError(
-            f"all_gather: {x.quantizer!r} packs codes of several values in a byte; gather before quantizing."
+            f"all_gather: {x.quantizer!r} stores several values per byte, which an all-gather does not support. "
+            "All-gather the tensor before quantizing it."
         )
     if x.shard_dim is None:
         raise ValueError(
-            "all_gather: this is a view without the dim along which the ranks have parts. Gather first, then take "
-            "the view."
+            "all_gather: this QuantizedTensor is a view without the sharded dim. Call all_gather on the original "
+            "tensor, then take the view."
         )
     if type(dim) is not int or dim not in (x.shard_dim, x.shard_dim - x.ndim):
-        raise ValueError(f"all_gather: dim is {shown(dim)}; the ranks have parts along dim {x.shard_dim}.")
+        raise ValueError(
+            f"all_gather: `dim` is {shown(dim)}, but the tensor is sharded along dim {x.shard_dim}. Pass "
+            f"dim={x.shard_dim}."
+        )
     given = x.sizes if sizes is None else sizes
     what = f"its entries along dim {x.shard_dim}"
     sizes = own_sizes("all_gather", "sizes", given, x.group, x.shape[x.shard_dim], what)
     if x.sizes is not None and sizes != x.sizes:
-        raise ValueError(f"all_gather: sizes is {sizes}, and this was quantized as one of {x.sizes}.")
+        raise ValueError(
+            f"all_gather: `sizes` is {sizes}, but the tensor was quantized with sizes {x.sizes}. Omit sizes, or pass "
+            "the same."
+        )
     check_agreement("all_gather", x.codes, x.group, sizes=sizes)
     found = DimSharding(x.group, x.group.rank(), x.shard_dim, sizes)
     if x.sizes is None and any(split_axes(x.shape, (found,), x.quantizer.block)):
         raise ValueError(
-            f"all_gather: parts of {found.sizes} along dim {x.shard_dim} cut blocks {x.quantizer.block}, and each was "
-            "quantized as whole blocks. Say so when quantizing: fp8compile.quantize(..., sizes=...)."
+            f"all_gather: shards of sizes {found.sizes} along dim {x.shard_dim} split blocks {x.quantizer.block}, "
+            "but each shard was quantized as full blocks. Pass the sizes when quantizing: fp8compile.quantize(..., "
+            "sizes=...)."
         )
     return found
 
 
 class QuantizedTensor(Tensor):
-    """Codes and scales that stand for a tensor with the values ``codes * scale``, block by block.
+    """A quantized tensor: FP8 or FP4 data and scales, with the values ``codes * scale`` in each block.
 
-    ``fp8compile.quantize`` makes it. These ops work on it: ``detach``, ``clone`` and ``t``; ``view`` and ``reshape``
-    if they keep the last dim (or in any case, if the whole tensor is one block); ``slice``, ``select``, ``split`` and
-    ``chunk`` if they cut no block; ``to`` another device. Any other op of PyTorch raises a TypeError. Call
-    ``dequantize()`` for a plain tensor.
+    Created by ``fp8compile.quantize``. It supports ``detach``, ``clone``, ``t`` and ``to`` another device. ``view``
+    and ``reshape`` are supported if they keep the last dim or if the full tensor is one block. ``slice``, ``select``,
+    ``split`` and ``chunk`` are supported at block boundaries. Any other PyTorch op raises a TypeError. Call
+    ``dequantize()`` to get a plain tensor.
 
     Attributes:
-        codes: uint8, ``quantizer.codes_shape(shape)``. Only read ``codes`` and ``scale``: a compiled graph does not
-            notice that writing to one of them in place changes this tensor.
-        scale: The factor of the codes in each block, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0.
-            Stacked weights of E experts have (E, blocks along rows, blocks along columns). If shards cut blocks, these
-            are the scales of the whole tensor.
-        quantizer: The immutable quantizer that made the codes.
-        group: The process group over whose ranks the whole tensor is spread, or over which FSDP2 gathered it; or None.
-        shard_dim: The dim along which these ranks have shards of the whole tensor. None if there is no group, if FSDP2
-            gathered the whole tensor, or if a view has lost the dim.
-        sizes: Number of entries that each rank has along ``shard_dim``. None if this is not known, as after
+        codes: The quantized data, uint8, ``quantizer.codes_shape(shape)``. Do not write to ``codes`` or ``scale`` in
+            place, because a compiled graph does not notice that this changes the tensor.
+        scale: The scale of each block, ``quantizer.scale_shape(shape)``: float32, or uint8 for E8M0. Stacked weights
+            of E experts have (E, blocks along rows, blocks along columns). If shard boundaries divide blocks, these
+            are the scales of the full tensor.
+        quantizer: The immutable quantizer that produced the data.
+        group: The process group over which the tensor is sharded, or over which FSDP2 all-gathered it; or None.
+        shard_dim: The dim along which the full tensor is sharded. None if there is no group, if FSDP2 all-gathered the
+            tensor, or if a view has lost the dim.
+        sizes: Number of entries that each rank has along ``shard_dim``. None if unknown, as after
             ``fp8compile.quantize`` without ``sizes``.
-        outer_scale: A second factor for the whole tensor, float32, (1,), or (E,) for stacked weights of E experts.
-            None unless the quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
+        outer_scale: The global scale of the tensor, float32, (1,), or (E,) for stacked weights of E experts. None
+            unless the quantizer has two levels of scales (``fp8compile.TwoLevelScaling``).
         batch: Number of leading dims over which matrices are stacked: 1 for stacked weights of experts, else 0.
-        quantizer_for_grad_input: The quantizer of separate codes that the GEMM of grad_input reads; None if output and
-            grad_input read the same codes. ``codes_for_grad_input`` and so on are these codes and their scales.
-        in_memory: Records which codes memory holds, if codes for the output and for grad_input share memory; else
-            None.
+        quantizer_for_grad_input: The quantizer of a separate quantized copy for the GEMM of grad_input; None if the
+            GEMMs of output and grad_input read the same data. ``codes_for_grad_input`` and so on are the data and
+            scales of this copy.
+        in_memory: If the data for output and grad_input share a buffer, records which of the two it holds; else None.
     """
 
     codes: Tensor
@@ -162,8 +170,8 @@ class QuantizedTensor(Tensor):
     ) -> None:
         if quantizer.has_outer_scale() != (outer_scale is not None):
             raise TypeError(
-                f"{type(self).__name__} of {type(quantizer).__name__}: outer_scale is {outer_scale!r}. A quantizer of "
-                "two levels of scales makes one, one of one level none."
+                f"{type(self).__name__} of {type(quantizer).__name__}: `outer_scale` is {outer_scale!r}; it must be "
+                "a tensor for a quantizer with two levels of scales, and None for one level."
             )
         self.codes = codes
         self.scale = scale
@@ -181,9 +189,9 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def of_sets(cls, sets: Sequence[Quantized], dtype: torch.dtype, **others: Any) -> Self:
-        """Wrap codes of a tensor of ``dtype``; ``others`` are keyword arguments of the class.
+        """Wrap the quantized data of a tensor of ``dtype``; ``others`` are keyword arguments of the class.
 
-        ``sets`` has one entry, or two if grad_input reads separate codes.
+        ``sets`` has one entry, or two if grad_input reads a separate quantized copy.
         """
         first, second = sets[0], sets[1] if len(sets) == 2 else None
         own = first.codes, first.scale, first.quantizer, dtype
@@ -204,25 +212,25 @@ class QuantizedTensor(Tensor):
         return tuple(found)
 
     def sets(self) -> tuple[Quantized, ...]:
-        """Return the codes with their scales: one entry, or two if grad_input reads separate codes.
+        """Return quantized data with scales: one entry, or two if grad_input reads a separate quantized copy.
 
-        The output's codes come first. If both share one memory, both are returned, although it holds one of them at a
-        time; `set_of` raises for the other.
+        The data for the output comes first. If both share a buffer, both are returned, although the buffer holds only
+        one of them at a time; `set_of` raises a RuntimeError for the other.
         """
         return self._sets_named("")
 
     def stored(self) -> tuple[Quantized, ...]:
         """Return the same as `sets`.
 
-        In an optimizer's step, a `QuantizedParameter` returns the codes from before the step.
+        During an optimizer step, a `QuantizedParameter` returns the data from before the step.
         """
         return self.sets()
 
     def set_of(self, gemm: Gemm) -> Quantized:
-        """Return the codes, with their scales, that ``gemm`` of a layer reads.
+        """Return the quantized data and scales that ``gemm`` of a layer reads.
 
         Raises:
-            RuntimeError: Codes for the output and for grad_input share memory, which holds the other GEMM's codes now.
+            RuntimeError: Output and grad_input share a buffer, which currently holds the data for the other GEMM.
         """
         if self.in_memory is not None:
             self.in_memory.check(gemm)
@@ -233,17 +241,18 @@ class QuantizedTensor(Tensor):
         return cuts_blocks(self)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the plain tensors inside: codes, scale and any outer scale, then the same for grad_input."""
+        """Return the inner tensors: data, scale and any global scale, then the same for grad_input."""
         return tuple(part for own in self.sets() for part in own.parts())
 
     # ------------------------------------------------------------------ what torch.compile asks
 
     @property
     def codes_in_forward(self) -> Tensor:
-        """The codes for the output, if they share memory with the codes for grad_input.
+        """The data for the output, if it shares a buffer with the data for grad_input.
 
         Raises:
-            RuntimeError: The memory holds the codes for grad_input now, because the backward repeats a forward.
+            RuntimeError: The buffer currently holds the data for grad_input, because the backward recomputes a
+                forward.
         """
         self.in_memory.check_forward()  # type: ignore[union-attr]  # only read if both sets share their memory
         return self.codes
@@ -299,16 +308,18 @@ class QuantizedTensor(Tensor):
     def __coerce_tangent_metadata__(self) -> QuantizedTensor:
         # AOTAutograd calls this on an output of a graph, and expects the gradient to have the output's class
         raise TypeError(
-            "a QuantizedTensor that asks for a gradient can't leave a compiled graph: its gradient is a plain tensor, "
-            "and PyTorch wants one of the same class. Return .detach(), or .dequantize() inside the graph."
+            "a QuantizedTensor that requires a gradient can't be an output of a compiled graph, because its "
+            "gradient is a plain tensor, and PyTorch requires one of the same class. Return .detach(), or "
+            ".dequantize() inside the graph."
         )
 
     # ------------------------------------------------------------------ what it stands for
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Multiply codes by scales in float32, and round once to ``dtype``.
+        """Convert to a plain tensor: multiply by the scales in float32, then round once to ``dtype``.
 
-        If there are separate codes for grad_input, the output's are used. Gradients pass straight through.
+        If there is a separate quantized copy for grad_input, the data for the output is used. The gradient is passed
+        through unchanged (straight-through).
 
         Args:
             dtype: Dtype of the result, a floating point dtype; by default the dtype of this tensor.
@@ -317,7 +328,7 @@ class QuantizedTensor(Tensor):
             A plain tensor of this shape.
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dequantize: dtype is {dtype}; codes stand for numbers of a floating point dtype.")
+            raise TypeError(f"dequantize: `dtype` is {dtype}; it must be a floating point dtype.")
         return ops.straight_through(self._values(dtype or self.dtype), self, self.quantizer)
 
     def _values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]  # Tensor._values is of sparse ones
@@ -332,46 +343,46 @@ class QuantizedTensor(Tensor):
         return dequantized(part, dtype).local
 
     def cuts_of(self, own: Quantized) -> Sharding:
-        """Return how ranks shard this tensor, if a shard ends within a block of the codes ``own``; else ().
+        """Return how ranks shard this tensor, if a shard ends within a block of ``own``; else ().
 
-        A block that spans the whole dim does not count, because every rank has its scale.
+        A block that spans the full dim does not count, because every rank has its scale.
         """
         return (self.shards(),) if _cuts_blocks_of(self, own.quantizer) else ()
 
     def block_along(self, own: Quantized, dim: int) -> int:
-        """Return how many elements along ``dim`` share a scale of the codes ``own``; -1 for all of them."""
+        """Return how many elements along ``dim`` share a scale of ``own``; -1 for all of them."""
         return 1 if dim < self.batch else own.quantizer.block[int(dim == self.ndim - 1)]
 
     def shards(self) -> DimSharding:
-        """How ranks shard the whole tensor. Only call this if ``sizes`` is not None."""
+        """How ranks shard the full tensor. Only call this if ``sizes`` is not None."""
         group: Any = self.group  # a tensor with sizes has a group and a shard_dim
         dim: Any = self.shard_dim
         sizes: Any = self.sizes
         return DimSharding(group, group.rank(), dim, sizes)
 
     def all_gather(self, dim: int, sizes: Sequence[int] | None = None) -> QuantizedTensor:
-        """Gather the whole tensor from the shards of the ranks of ``group``, all of which call this.
+        """All-gather the full tensor from its shards. All ranks of ``group`` must call this.
 
-        Ranks send their codes, at most one byte each, and scales only if ranks have different scales. Nothing is
-        quantized again.
+        Ranks communicate quantized data, at most one byte per element, and scales only if they differ between ranks.
+        Nothing is requantized.
 
         Args:
             dim: The dim along which the tensor is sharded: ``shard_dim``, or the same dim counted from the end.
-            sizes: Number of entries that each rank has along ``dim``. Needed if ranks have different numbers, and
-                ``fp8compile.quantize`` was given no sizes.
+            sizes: Number of entries that each rank has along ``dim``. Needed if ranks have different numbers and
+                ``fp8compile.quantize`` was called without sizes.
 
         Returns:
-            The whole tensor, with ``group`` None.
+            The full tensor, with ``group`` None.
 
         Raises:
-            ValueError: There is no group, ranks have no shards along ``dim``, or sizes do not fit. Or ranks give
-                different sizes, which the first call with a group compares.
-            TypeError: Sizes are not ints, several codes share a byte, or this tensor requires a gradient.
+            ValueError: There is no group, the tensor is not sharded along ``dim``, or sizes do not match. Or ranks
+                pass different sizes; the first call with a group compares them.
+            TypeError: Sizes are not ints, several values are packed into a byte, or this tensor requires a gradient.
         """
         if self.requires_grad and torch.is_grad_enabled():
             raise TypeError(
-                "all_gather: this QuantizedTensor asks for a gradient, and a gather of codes has none. Call "
-                ".detach() first, or gather the source and quantize that."
+                "all_gather: this QuantizedTensor requires a gradient, but an FP8 all-gather has no derivative. "
+                "Call .detach() first, or gather the source and quantize that."
             )
         shards = _parts_to_gather(self, dim, sizes)
         is_column, cuts = shards.dim == self.ndim - 1, cuts_blocks(self)
@@ -389,7 +400,7 @@ class QuantizedTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise TypeError(
-            "assigning .data of a QuantizedTensor would leave its codes as they are. Make a new one by "
+            "assigning .data of a QuantizedTensor would not change its quantized data. Create a new one with "
             "fp8compile.quantize."
         )
 
@@ -407,13 +418,13 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.group is not None:
             raise TypeError(
-                "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
-                ".dequantize(), or its .codes and .scale."
+                "a QuantizedTensor with a process group can't be pickled, because a process group belongs to one "
+                "process. Pickle .dequantize(), or its .codes and .scale."
             )
         if self.batch or self.quantizer_for_grad_input is not None:
             raise TypeError(
-                "a QuantizedTensor of a stack, or of two sets of codes, is what FSDP2 gathered, for a while; save its "
-                "module's state_dict()."
+                "a QuantizedTensor of a stack, or with two sets of quantized data, is temporary data of an FSDP2 "
+                "all-gather and can't be pickled. Save its module's state_dict()."
             )
         outer = () if self.outer_scale is None else (self.outer_scale,)
         return self.load, (self.codes, self.scale, self.quantizer, self.dtype, *outer)
@@ -423,9 +434,9 @@ class QuantizedTensor(Tensor):
     # ------------------------------------------------------------------ views
 
     def like(self, sets: Sequence[Quantized]) -> Self:
-        """Return a tensor of the same shape and group with other codes.
+        """Return a tensor of the same shape and group with other quantized data.
 
-        ``sets`` has the codes for the output and, if different, for grad_input.
+        ``sets`` has the data for the output and, if different, for grad_input.
         """
         return self._wrapped(sets, self.shard_dim, self.sizes)
 
@@ -434,12 +445,12 @@ class QuantizedTensor(Tensor):
         return self.of_sets(sets, self.dtype, batch=self.batch, in_memory=self.in_memory, **place)
 
     def view_of(self, sets: Sequence[Quantized], shard_dim: int | None, *, along_batch: bool = False) -> Self:
-        """Return a view of another shape, made of views of the codes and scales.
+        """Return a view of another shape, built from views of the data and scales.
 
         Args:
-            sets: The view's codes and scales for the output and, if different, for grad_input.
+            sets: The view's data and scales for the output and, if different, for grad_input.
             shard_dim: The dim of the view along which ranks have shards, or None.
-            along_batch: Whether the view selects whole matrices of stacked weights.
+            along_batch: Whether the view selects complete matrices of stacked weights.
         """
         codes, own = sets[0].codes, self.stored()[0].codes
         before: Any = self.shard_dim  # not None if the view has a shard_dim
@@ -518,18 +529,17 @@ def no_meaning(op: object, x: QuantizedTensor | None) -> str:
     """Return the error text for an op that ``x`` does not support; ``x`` is None if not known."""
     if x is not None and x.batch:
         return (
-            f"{op} of the weights of experts, whose matrices are codes with scales of their own: it keeps no matrix. "
-            "Nothing dequantizes in silence. Multiply by fp8compile.grouped_linear or grouped_mm, or call "
-            ".dequantize()."
+            f"{op} of quantized expert weights is not supported, because it does not keep full matrices, and tensors "
+            "are never dequantized implicitly. Use fp8compile.grouped_linear or grouped_mm, or call .dequantize()."
         )
     if x is not None and x.quantizer_for_grad_input is not None:
         return (
-            f"{op} has no FP8 meaning for a weight that is two sets of codes, and nothing dequantizes in silence. "
-            "Multiply by it through fp8compile.linear, or keep that layer's weight in high precision."
+            f"{op} is not supported for a weight with two sets of quantized data, and tensors are never dequantized "
+            "implicitly. Use it in fp8compile.linear, or keep that layer's weight in high precision."
         )
     return (
-        f"{op} has no FP8 meaning for a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() "
-        "first; for products use fp8compile.linear or fp8compile.scaled_mm."
+        f"{op} is not supported for a QuantizedTensor, and tensors are never dequantized implicitly. Call "
+        ".dequantize() first; for matrix multiplication use fp8compile.linear or fp8compile.scaled_mm."
     )
 
 

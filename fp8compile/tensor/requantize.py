@@ -69,13 +69,12 @@ def _scales(each: _Set, amax: Tensor, outer_amax: Tensor | None) -> Scales:
     """Return multipliers (1 / scale), scales and outer scale for the codes ``each``, from their amaxes.
 
     ``outer_amax`` is the amax of each matrix, or None with one level of scales. With delayed scaling, the multiplier
-    comes from the layer's state instead.
+    comes from the layer's state, once a step has made one.
     """
     quantizer = each.codes.quantizer
     if not isinstance(quantizer, DelayedScaling):
         return scales_of(amax, quantizer, outer_amax=outer_amax, batch=each.weight.batch)
-    _, multiplier = each.weight.row()
-    multiplier = multiplier.view(amax.shape)
+    multiplier = quantizer.multiplier_for_write(*each.weight.row(), amax.view(())).view(amax.shape)
     return multiplier, quantizer.scale_of(multiplier), None
 
 

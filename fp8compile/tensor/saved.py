@@ -33,9 +33,9 @@ def _check(
     kinds = ((codes, Tensor), (scale, Tensor), (quantizer, Quantizer), (dtype, torch.dtype))
     if not all(isinstance(value, kind) for value, kind in kinds):
         found = [type(value).__name__ for value, _ in kinds]
-        raise TypeError(f"load: a quantized tensor is codes, a scale, a quantizer and a dtype; the file has {found}.")
+        raise TypeError(f"load: a quantized tensor must have codes, a scale, a quantizer and a dtype, got {found}.")
     if dtype not in SOURCE_DTYPES:
-        raise ValueError(f"load: the file has a quantized tensor of {dtype}; it is of bfloat16, float16 or float32.")
+        raise ValueError(f"load: the file has a quantized tensor of {dtype}; it must be bfloat16, float16 or float32.")
     if matrices is None:
         expected = quantizer.scale_shape(quantizer.values_shape(codes.shape))
     else:
@@ -43,7 +43,7 @@ def _check(
     if codes.dtype != torch.uint8 or scale.dtype != quantizer.scale_dtype() or scale.shape != expected:
         raise ValueError(
             f"load: the file has codes {tuple(codes.shape)}, {codes.dtype}, and a scale {tuple(scale.shape)}, "
-            f"{scale.dtype}. By {quantizer!r} codes are torch.uint8, and their scale is {tuple(expected)}, "
+            f"{scale.dtype}. For {quantizer!r}, codes must be torch.uint8, and the scale must be {tuple(expected)}, "
             f"{quantizer.scale_dtype()}."
         )
     outer_shape = (matrices or 1,)
@@ -52,7 +52,7 @@ def _check(
     )
     if has_outer != quantizer.has_outer_scale() or (outer_scale is not None and not has_outer):
         raise ValueError(
-            f"load: the file has an outer scale {outer_scale!r}; by {quantizer!r} it is "
+            f"load: the file has a global scale {outer_scale!r}. For {quantizer!r}, it must be "
             f"{f'torch.float32 of shape {outer_shape}' if quantizer.has_outer_scale() else 'None'}."
         )
 
@@ -60,9 +60,9 @@ def _check(
 def load_tensor(
     codes: Tensor, scale: Tensor, quantizer: Quantizer, dtype: torch.dtype, outer_scale: Tensor | None = None
 ) -> QuantizedTensor:
-    """Make the QuantizedTensor of a pickle from its parts; ``dtype`` is the dtype that was quantized.
+    """Rebuild a pickled QuantizedTensor from its parts; ``dtype`` is the dtype before quantization.
 
-    Raises a TypeError or ValueError if the parts do not fit each other.
+    Raises a TypeError or ValueError if the parts are inconsistent.
     """
     _check(codes, scale, quantizer, dtype, outer_scale)
     return QuantizedTensor(codes, scale, quantizer, dtype, outer_scale=outer_scale)
@@ -82,7 +82,7 @@ def load_stack(codes: Tensor, *parts: Any) -> QuantizedParameter:
     ``codes`` and ``parts`` are the arguments of `_parameter` after the first; see `load_parameter`.
     """
     if not isinstance(codes, Tensor) or codes.ndim != 3:
-        raise ValueError("load: the weights of experts are codes of a stack of matrices, of three dims.")
+        raise ValueError("load: the quantized weights of experts must be a stack of matrices, with three dims.")
     return _parameter(codes.shape[0], codes, *parts)
 
 
@@ -101,9 +101,9 @@ def _parameter(
     found = QuantizedParameter(codes, scale, quantizer, dtype, outer_scale=outer_scale, batch=batch)
     extent, written, initial, *frozen = kept  # older files have the first three
     if extent not in EXTENTS:
-        raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it is one of {EXTENTS}.")
+        raise ValueError(f"load: the file has a QuantizedParameter of extent {extent!r}; it must be one of {EXTENTS}.")
     if initial is not None and not (type(initial) is Tensor and initial.is_floating_point()):
-        raise ValueError("load: the initial values of a QuantizedParameter are a plain floating point tensor.")
+        raise ValueError("load: the initial values of a QuantizedParameter must be a plain floating point tensor.")
     found.extent, found.written, found.initial, found.frozen = extent, bool(written), initial, any(frozen)
     return as_leaf(found, *map(bool, leaf))
 
@@ -118,10 +118,13 @@ def load_pair(
     `GatherPolicy`.
     """
     if len(sets) != 2 or not all(isinstance(each, QuantizedParameter) for each in sets):
-        raise TypeError(f"load: a pair is two quantized parameters; the file has {[type(s).__name__ for s in sets]}.")
+        raise TypeError(f"load: a pair must be two quantized parameters, got {[type(s).__name__ for s in sets]}.")
     first, second = sets
     if first.shape != second.shape or first.dtype != second.dtype or first.batch != second.batch:
-        raise ValueError(f"load: two sets of codes of one weight have shapes {[tuple(each.shape) for each in sets]}.")
+        raise ValueError(
+            "load: the two quantized versions of a weight must have equal shapes; the file has "
+            f"{[tuple(each.shape) for each in sets]}."
+        )
     found = QuantizedParameter.of_sets([*first.sets(), *second.sets()], first.dtype, batch=first.batch)
     found.extent = SLICE if second.extent == SLICE else first.extent
     found.written, found.initial, found.frozen = first.written, first.initial, first.frozen

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.layout.quantized import WHOLE, Quantized
+from fp8compile.ops.gemms.scaled_mm import multiply_operands
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer
 from fp8compile.tensor.check_arguments import SOURCE_DTYPES
@@ -78,42 +78,43 @@ def _operand(x: QuantizedTensor) -> Quantized:
 
 
 def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, *, out_dtype: torch.dtype, emulate: bool = False) -> Tensor:
-    """Multiply two quantized matrices. Sums are in float32 or better.
+    """Multiply two quantized matrices, with accumulation in float32 or higher precision.
 
-    Gradients flow to both operands; they are products with the dequantized matrices in ``out_dtype``. Use
-    ``fp8compile.linear`` to compute the gradients in FP8 too.
+    Gradients of both operands are computed in ``out_dtype`` with the dequantized matrices. To compute gradients in
+    FP8, use ``fp8compile.linear``.
 
     Args:
         a: (m, k).
-        b: (k, n). Usually ``.t()`` of a tensor that was quantized as (n, k); the transpose moves no data.
+        b: (k, n). Usually ``.t()`` of a tensor that was quantized as (n, k); the transpose is a view.
         out_dtype: bfloat16, float16 or float32.
-        emulate: Whether a GPU without such a GEMM multiplies the exact values in float64, slowly, instead of raising.
+        emulate: Whether a GPU without such a GEMM multiplies the exact values in float64, slowly, instead of raising
+            an error.
 
     Returns:
         (m, n), a plain tensor of ``out_dtype``.
 
     Raises:
         TypeError: An operand is not a QuantizedTensor, or ``out_dtype`` is not one of the three.
-        ValueError: Shapes or devices do not fit, a shard cuts blocks, or no GEMM supports scales of these blocks.
+        ValueError: Shapes or devices do not match, a shard boundary divides blocks, or no GEMM supports these blocks.
         RuntimeError: This device has no GEMM for these operands.
     """
     for name, operand in (("a", a), ("b", b)):
         if not isinstance(operand, QuantizedTensor):
             raise TypeError(
-                f"scaled_mm: {name} is a {type(operand).__name__}; it is a QuantizedTensor, made by "
+                f"scaled_mm: `{name}` is a {type(operand).__name__}; it must be a QuantizedTensor, created by "
                 "fp8compile.quantize."
             )
         if cuts_blocks(operand):
             raise ValueError(
-                f"scaled_mm: {name} is a shard of sizes {operand.sizes} along dim {operand.shard_dim}, which cuts "
-                f"blocks {operand.quantizer.block}. Call .all_gather({operand.shard_dim}) first."
+                f"scaled_mm: `{name}` is a shard of sizes {operand.sizes} along dim {operand.shard_dim}, which "
+                f"splits blocks {operand.quantizer.block}. Call .all_gather({operand.shard_dim}) first."
             )
     if out_dtype not in SOURCE_DTYPES:
-        raise TypeError(f"scaled_mm: out_dtype is {out_dtype}; it is bfloat16, float16 or float32.")
+        raise TypeError(f"scaled_mm: `out_dtype` is {out_dtype}; it must be bfloat16, float16 or float32.")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"scaled_mm: shapes {tuple(a.shape)} and {tuple(b.shape)}; they are (m, k) and (k, n).")
+        raise ValueError(f"scaled_mm: shapes must be (m, k) and (k, n), got {tuple(a.shape)} and {tuple(b.shape)}.")
     if a.device != b.device:
-        raise ValueError(f"scaled_mm: a is on {a.device} and b on {b.device}; move them to one device.")
+        raise ValueError(f"scaled_mm: a is on {a.device}, but b is on {b.device}. Move them to one device.")
     config = GemmConfig(emulate=emulate)
     left, right = (_operand(each) for each in (a, b))
     product = multiply_operands(left, right, out_dtype, config)

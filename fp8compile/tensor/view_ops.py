@@ -39,8 +39,8 @@ def _to_copy(func: Any, x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, x.dtype):
         raise TypeError(
-            f"a QuantizedTensor of {x.dtype} can't be cast to {dtype}: its codes have their own format. Call "
-            f".dequantize({dtype}) for a plain tensor."
+            f"a QuantizedTensor of {x.dtype} can't be cast to {dtype}, because its data is in a quantized format. "
+            f"Call .dequantize({dtype}) for a plain tensor."
         )
     return x.like([own.each(lambda part: func(part, **kwargs)) for own in x.sets()])
 
@@ -56,9 +56,9 @@ def _is_packed(x: QuantizedTensor) -> bool:
 def _check_not_packed(func: Any, x: QuantizedTensor, own: Quantized) -> None:
     if own.codes.shape != x.shape:
         raise TypeError(
-            f"{func} of a QuantizedTensor of {own.quantizer!r}, which packs several values in a byte: its codes have "
-            f"shape {tuple(own.codes.shape)} and can't be cut or reshaped as {tuple(x.shape)} can. Call .dequantize() "
-            "first."
+            f"{func} is not supported for a QuantizedTensor of {own.quantizer!r}, which stores several values per "
+            f"byte: its data has shape {tuple(own.codes.shape)}, which can't be split or reshaped like "
+            f"{tuple(x.shape)}. Call .dequantize() first."
         )
 
 
@@ -71,9 +71,9 @@ def _check_keeps_blocks(func: Any, x: QuantizedTensor, own: Quantized, *, keeps_
         _check_not_packed(func, x, own)
     if x.cuts_of(own):
         raise TypeError(
-            f"{func} of a QuantizedTensor whose first or last block lies on other ranks too, being a shard of sizes "
-            f"{x.sizes} along dim {x.shard_dim} with block {own.quantizer.block}: no view of it knows where its "
-            "blocks begin. Call .all_gather() or .dequantize() first."
+            f"{func} is not supported for a QuantizedTensor whose first or last block spans several ranks: it is a "
+            f"shard of sizes {x.sizes} along dim {x.shard_dim} with block {own.quantizer.block}. Call .all_gather() "
+            "or .dequantize() first."
         )
 
 
@@ -86,8 +86,8 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
         return x.like([own.showing(func(own.codes, *dims)) for own in x.stored()])
     if x.ndim - x.batch != 2:
         raise TypeError(
-            f"{func} of a QuantizedTensor takes a matrix, this has shape {tuple(x.shape)}: its blocks lie over "
-            "flattened leading dims. Flatten them with .reshape, or call .dequantize() first."
+            f"{func} of a QuantizedTensor requires a matrix, but this one has shape {tuple(x.shape)} and blocks "
+            "over its flattened leading dims. Flatten them with .reshape, or call .dequantize() first."
         )
     swapped = {dim % x.ndim for dim in dims or (0, 1)}
     if x.batch and swapped != {x.ndim - 2, x.ndim - 1}:
@@ -103,8 +103,9 @@ def _transpose(func: Any, x: QuantizedTensor, *dims: int) -> QuantizedTensor:
     found = x.view_of(sets, 2 * x.ndim - 3 - dim if dim is not None and dim >= x.batch else dim)
     if found.shape != (*x.shape[:-2], x.shape[-1], x.shape[-2]):
         raise TypeError(
-            f"{func} of a QuantizedTensor of shape {tuple(x.shape)}: transposed codes of {x.quantizer!r} stand for "
-            f"shape {tuple(found.shape)} by its transposed(), {found.quantizer!r}. Mend transposed() or values_shape."
+            f"{func} of a QuantizedTensor of shape {tuple(x.shape)}: the transposed() of {x.quantizer!r} returned "
+            f"{found.quantizer!r}, whose values_shape gives shape {tuple(found.shape)} for the transposed data. Fix "
+            "transposed() or values_shape of the quantizer."
         )
     return found
 
@@ -149,8 +150,8 @@ def _reshaped(
         _check_keeps_blocks(func, x, own, keeps_bytes=True)
         if not (own.quantizer.block == (-1, -1) or keeps_last_dim):
             raise TypeError(
-                f"{func} from {tuple(x.shape)} to {tuple(shape)} moves elements between blocks "
-                f"{own.quantizer.block}. Keep the last dim as it is, or call .dequantize() first."
+                f"{func} from {tuple(x.shape)} to {tuple(shape)} would move elements between blocks "
+                f"{own.quantizer.block}. Keep the last dim unchanged, or call .dequantize() first."
             )
     sets = [own.showing(codes_of(own.codes), own.scale.view(own.quantizer.scale_shape(shape))) for own in x.stored()]
     return x.view_of(sets, _dim_after(x.shard_dim, x.shape, shape) if keeps_last_dim else None)
@@ -184,8 +185,9 @@ def _as_strided(
         return _whole(x)
     if _compat.TORCH_VERSION >= (2, 14) and x.storage_offset():
         raise TypeError(
-            f"{func} of a QuantizedTensor that starts inside another one: this PyTorch adds the offset twice where "
-            "such a view leaves a compiled graph. Clone it before the graph, or call .dequantize() first."
+            f"{func} is not supported for a QuantizedTensor view with a nonzero storage offset, because PyTorch "
+            f"{torch.__version__} adds the offset twice when a compiled graph returns such a view. Call .clone() on "
+            "it before passing it to the compiled function, or call .dequantize() first."
         )
     offset = 0 if storage_offset is None else storage_offset - x.storage_offset()
     if x.ndim == len(size) == 2 and x.stride() != stride == x.stride()[::-1]:
@@ -202,7 +204,7 @@ def _as_strided(
         return _view(aten.view.default, x, size)
     raise TypeError(
         f"{func} with size {size} and stride {stride} of a QuantizedTensor with shape {tuple(x.shape)} and stride "
-        f"{tuple(x.stride())} is no view that keeps its blocks. Call .dequantize() first."
+        f"{tuple(x.stride())} is not a view that keeps its blocks. Call .dequantize() first."
     )
 
 
@@ -226,8 +228,9 @@ def _block_along(x: QuantizedTensor, own: Quantized, dim: int) -> int:
     if dim == x.ndim - 1 or block in (1, -1) or x.ndim - x.batch == 2:
         return block
     raise TypeError(
-        f"a QuantizedTensor of shape {tuple(x.shape)} with block {own.quantizer.block} can't be cut along dim {dim}: "
-        "its blocks lie over flattened leading dims. Flatten them with .reshape, or call .dequantize() first."
+        f"a QuantizedTensor of shape {tuple(x.shape)} with block {own.quantizer.block} can't be split along dim "
+        f"{dim}, because its blocks span flattened leading dims. Flatten them with .reshape, or call .dequantize() "
+        "first."
     )
 
 
@@ -235,7 +238,9 @@ def _slice(
     func: Any, x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor:
     if not x.ndim:
-        raise IndexError(f"{func} of a QuantizedTensor of 0 dims: there is nothing to cut.")
+        raise IndexError(
+            f"{func} requires a QuantizedTensor with at least one dim, got shape (). Call .dequantize() first."
+        )
     dim %= x.ndim
     if x.batch and step != 1:
         raise TypeError(no_meaning(func, x))
@@ -266,8 +271,8 @@ def _slice_of(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where: Pl
         return own.showing(_codes_slice(func, x, own, dim, where), scale)
     if step != 1 or first % block or (last % block and last != size and not x.ends_in_padding):
         raise TypeError(
-            f"{func} [{first}:{last}:{step}] along dim {dim} of {size} cuts blocks of {block}. Cut at multiples of "
-            f"{block}, or {x.instead_of_cutting}"
+            f"{func} [{first}:{last}:{step}] along dim {dim} of {size} splits blocks of {block}. Split at multiples "
+            f"of {block}, or {x.instead_of_cutting}"
         )
     scale = func(own.scale, scale_dim, first // block, -(-last // block), 1)
     return own.showing(_codes_slice(func, x, own, dim, where), scale)
@@ -284,8 +289,8 @@ def _codes_slice(func: Any, x: QuantizedTensor, own: Quantized, dim: int, where:
     per_byte = x.shape[dim] // own.codes.shape[dim]
     if step != 1 or first % per_byte or last % per_byte:
         raise TypeError(
-            f"{func} [{first}:{last}:{step}] along dim {dim} of codes of which {per_byte} share a byte. Cut at even "
-            f"places, or {x.instead_of_cutting}"
+            f"{func} [{first}:{last}:{step}] along dim {dim} splits bytes that store {per_byte} values each. Split "
+            f"at even positions, or {x.instead_of_cutting}"
         )
     return func(own.codes, dim, first // per_byte, last // per_byte, 1)
 
@@ -300,8 +305,8 @@ def _select(func: Any, x: QuantizedTensor, dim: int, index: int) -> QuantizedTen
         block = _block_along(x, own, dim)
         if dim == x.ndim - 1 or block not in (1, -1):
             raise TypeError(
-                f"{func} along dim {dim} of a QuantizedTensor with block {own.quantizer.block} leaves no block. Call "
-                ".dequantize() first."
+                f"{func} along dim {dim} of a QuantizedTensor with block {own.quantizer.block} would not keep its "
+                "blocks. Call .dequantize() first."
             )
         scale = func(own.scale, dim, index if block == 1 else 0)
         sets.append(own.showing(func(own.codes, dim, index), scale))
@@ -313,7 +318,7 @@ def _split(func: Any, x: QuantizedTensor, sizes: int | list[int], dim: int = 0) 
     if isinstance(sizes, int):
         sizes = [min(sizes, size - start) for start in range(0, max(size, 1), max(sizes, 1))]
     if sum(sizes) != size:
-        raise RuntimeError(f"{func}: sizes {sizes} do not sum to {size}, the size of dim {dim}.")
+        raise RuntimeError(f"{func}: sizes {sizes} must sum to {size}, the size of dim {dim}.")
     parts, start = [], 0
     for length in sizes:
         parts.append(_slice(aten.slice.Tensor, x, dim, start, start + length))

@@ -39,8 +39,7 @@ class WeightCodes(QuantizedTensor):
         recipe: The recipe of the layer that multiplies by them.
         is_turned: Whether they are codes of the transposed matrices.
         is_compiled: Whether a compiled graph reads them, so that compiled code makes them too.
-        is_in_step: Whether an optimizer's step runs. Until it ends, each forward (of a closure) quantizes the weight,
-            because the step may have written to the weight without counting a version.
+        is_in_step: Whether an optimizer's step runs. Until it ends, each forward (of a closure) quantizes the weight.
     """
 
     recipe: Recipe | None = None
@@ -72,11 +71,23 @@ class WeightCodes(QuantizedTensor):
         self._storage = StorageWeakRef(weight.untyped_storage())
 
     def holds(self) -> bool:
-        """Whether nothing was written to the weight since the codes were made; False in an optimizer's step."""
+        """Whether nothing was written to the weight since the codes were made; False while `may_miss_writes`."""
         if self._holds is not None:
             return self._holds
         weight = None if self._weight is None else self._weight()
-        return weight is not None and not self.is_in_step and self._made_of == _version(weight)
+        return weight is not None and not self.may_miss_writes() and self._made_of == _version(weight)
+
+    def may_miss_writes(self) -> bool:
+        """Whether something may write to the weight without counting a version of it, so that nobody may read these.
+
+        It is an optimizer's step, or another tensor that has the weight's memory and a version of its own, as tied
+        weights have after ``load_state_dict(assign=True)``, and parameters that are views of a flat buffer.
+        """
+        weight = None if self._weight is None else self._weight()
+        if weight is not None and not _compat.is_fake(weight) and _compat.shares_memory(weight):
+            self._made_of = self._made_of[:1]  # the other tensor may be gone later, and what it wrote is not
+            return True
+        return self.is_in_step
 
     def fits(self, recipe: Recipe | None, dtype: torch.dtype, *, is_turned: bool) -> bool:
         """Whether a layer with these arguments can read the codes, even if the weight has changed.
@@ -211,7 +222,7 @@ def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Renew the kept codes of an optimizer's parameters after its step, even if its kernels count no version."""
     for codes in _codes_of_parameters(optimizer):
         codes.is_in_step = False
-        if codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):
+        if not codes.may_miss_writes() and codes.fits(codes.recipe, codes.dtype, is_turned=codes.is_turned):
             codes.renew()  # else the parameter has other memory since, and the next forward makes others
 
 

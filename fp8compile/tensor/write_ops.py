@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8compile.layout.quantized import Quantized
 from fp8compile.tensor.check_arguments import SOURCE_DTYPES
 from fp8compile.tensor.optimizer_steps import computed_values, values_of, write
-from fp8compile.tensor.quantized_parameter import SLICE, WRITES, QuantizedParameter
+from fp8compile.tensor.quantized_parameter import IF_DDP, SLICE, WRITES, QuantizedParameter
 from fp8compile.tensor.quantized_tensor import QuantizedTensor, has_codes
 from fp8compile.tensor.requantize import count_write
 
@@ -35,7 +35,9 @@ UPDATES = _overloads(
     *(f"{name}_" for name in ARITHMETIC), *(f"_foreach_{name}_" for name in ARITHMETIC), *FILLING, *FUSED
 )
 # out-of-place ops, which weight decay and averages of weights use
+INTERPOLATION = _overloads("lerp", "lerp_", "_foreach_lerp", "_foreach_lerp_")
 READS = _overloads("add", "sub", "_foreach_add", "_foreach_sub", "lerp", "norm", "linalg_vector_norm", "_foreach_norm")
+SUMS = _overloads("add_", "sub_", "_foreach_add_", "_foreach_sub_")
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -55,19 +57,39 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return found
 
 
+def _check_no_average(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise a TypeError if ``func`` updates an average of weights, such as an EMA.
+
+    An average is interpolated, or it is a copy of the weights to which something is added outside of an optimizer.
+    """
+    averages = [each for each in tree_leaves(args[0]) if isinstance(each, QuantizedParameter) and each.pending is None]
+    if (averages and func in INTERPOLATION) or (func in SUMS and any(each.is_copy for each in averages)):
+        raise TypeError(
+            f"{func} of a QuantizedParameter is only supported in an optimizer's step. If this averages weights (EMA, "
+            "SWA), each update would be rounded to FP8, and small ones would be lost. Average plain tensors instead: "
+            'the float32 masters, optimizer.state[p]["master"] of fp8compile.MasterWeights, or '
+            "p.dequantize(torch.float32). See docs/parameters.md."
+        )
+
+
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the op ``func`` on parameters' values, then `write` the values of all parameters that it wrote to."""
     written: list[Any] = [each for each in written_arguments(func, args, kwargs) if has_codes(each)]
     for each in written:
         if not isinstance(each, QuantizedParameter):
-            raise TypeError(f"{func} writes to a QuantizedTensor, which stands for fixed numbers.")
+            raise TypeError(
+                f"{func} would write to a QuantizedTensor, which can't be modified. Create a new one with "
+                "fp8compile.quantize."
+            )
         each.check_writable(func)
+    _check_no_average(func, args)
     values: dict[int, Tensor] = {}
 
     def value_of(x: QuantizedTensor) -> Tensor:
         if not isinstance(x, QuantizedParameter):
             raise TypeError(
-                f"{func} reads a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() first."
+                f"{func} can't read a QuantizedTensor, because tensors are never dequantized implicitly. Call "
+                ".dequantize() first."
             )
         if id(x) not in values:
             values[id(x)] = values_of(x)
@@ -85,7 +107,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Run ``copy_`` into a parameter: plain values are quantized; codes are copied with their scale."""
     if not isinstance(target, QuantizedParameter):
         raise TypeError(
-            "copy_ of a QuantizedParameter into a plain tensor: nothing dequantizes in silence. Copy .dequantize()."
+            "copy_ of a QuantizedParameter into a plain tensor is not supported, because tensors are never "
+            "dequantized implicitly. Use target.copy_(source.dequantize())."
         )
     if not has_codes(source):
         return _copy_values(target, source)
@@ -93,10 +116,15 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if target.pending is not None and parameter is not None and (values := computed_values(parameter)) is not None:
         return _copy_values(target, values)
     own, given = target.sets(), source.sets()
-    if [each.quantizer for each in own] != [each.quantizer for each in given] or source.shape != target.shape:
+    if source.shape != target.shape:
         raise TypeError(
-            f"copy_ into a QuantizedParameter of {target.quantizer!r}, shape {tuple(target.shape)}, from codes of "
-            f"{source.quantizer!r}, shape {tuple(source.shape)}. Copy .dequantize(), which quantizes them anew."
+            f"copy_ into a QuantizedParameter of shape {tuple(target.shape)} got a source of shape "
+            f"{tuple(source.shape)}. The shapes must be equal."
+        )
+    if [each.quantizer for each in own] != [each.quantizer for each in given]:
+        raise TypeError(
+            f"copy_ into a QuantizedParameter of {target.quantizer!r} got a source of {source.quantizer!r}. Use "
+            f"target.copy_(source.dequantize()), which quantizes the values again with {target.quantizer!r}."
         )
     if target.extent == SLICE and not all(map(_have_same_scales, own, given)):
         target.check_writable("copy_")
@@ -122,7 +150,10 @@ def _have_same_scales(one: Quantized, other: Quantized) -> bool:
 
 def _copy_values(target: QuantizedParameter, source: Tensor) -> Tensor:
     if source.dtype not in SOURCE_DTYPES:
-        raise TypeError(f"copy_ of {source.dtype} into a QuantizedParameter; it takes bfloat16, float16 and float32.")
+        raise TypeError(
+            f"copy_ into a QuantizedParameter supports bfloat16, float16 and float32, got {source.dtype}. Cast the "
+            "source first."
+        )
     target.check_writable("copy_")
     values = source.to(target.device, target.dtype).expand(target.shape)
     write([target], [values if target.pending is None else values.clone()])  # the step will write to these values
@@ -131,11 +162,7 @@ def _copy_values(target: QuantizedParameter, source: Tensor) -> Tensor:
 
 
 def _refuse_cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise TypeError(
-        "aten.cat.default of QuantizedParameters has no FP8 meaning, and nothing dequantizes in silence. If this is "
-        "DistributedDataParallel, which copies values of rank 0 in one message: call "
-        "fp8compile.parallel.broadcast_parameters(model) and pass init_sync=False to it."
-    )
+    raise TypeError(f"aten.cat.default of QuantizedParameters is not supported. {IF_DDP}")
 
 
 WRITES.update(dict.fromkeys(UPDATES | READS, _compute))

@@ -1,4 +1,4 @@
-"""Tools to test and explain models under torch.compile, FP8 or not, on machines without GPUs too.
+"""Tools to test and explain models with torch.compile, in FP8 or not, even on machines without GPUs.
 
 graphs/       graphs, breaks and recompiles of any model under torch.compile; imports nothing of FP8
 contracts/    checks for authors of operators and quantizers

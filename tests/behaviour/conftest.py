@@ -1,4 +1,4 @@
-"""Collects the cells of docs/results/behaviour.md, and fails a test whose cell is no longer what the table says."""
+"""Collects outcomes of rows, and fails a test whose outcome is no longer what was recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERSION = "{}.{}".format(*TORCH_VERSION)
 def _check_recorded(group, row, way):
     cell = recorded(VERSION).get(group, {}).get(row, {}).get(way.name)
     assert way.outcome == cell, (
-        f"docs/results/behaviour.md says {cell!r} of {group} / {row} / {way.name}, this run {way.outcome!r}. If that "
+        f"tests/behaviour/outcomes says {cell!r} of {group} / {row} / {way.name}, this run {way.outcome!r}. If that "
         "is as it should be: python tests/behaviour/table.py"
     )
 

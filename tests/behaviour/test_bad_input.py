@@ -26,7 +26,7 @@ TENSOR, ROW = f8.CurrentScaling(), f8.CurrentScaling(block=(1, -1))
 BF16 = torch.bfloat16
 X, WEIGHT, BIAS = torch.ones(4, 32, dtype=BF16), torch.ones(48, 32, dtype=BF16), torch.ones(48, dtype=BF16)
 EAGER = ("eager",)
-TAKEN = "FP8 layers take bfloat16, float16 and float32"
+TAKEN = "it must be bfloat16, float16 or float32"
 
 
 @dataclass(frozen=True)
@@ -90,53 +90,61 @@ def nested(layout: torch.layout) -> torch.Tensor:
 
 
 LINEAR = {
-    "linear: x has other features": linear(X[:, :16])(ValueError, "linear: x has shape (4, 16) and weight (48, 32)"),
-    "linear: x is a scalar": linear(X[0, 0])(ValueError, "linear: x has shape ()", "in_features, 32"),
-    "linear: the weight is transposed": linear(weight=WEIGHT.t())(ValueError, "linear: x has shape", "(32, 48)"),
-    "linear: the weight is a vector": linear(weight=WEIGHT[0])(ValueError, "linear: weight has shape (32,)"),
-    "linear: the bias is too short": linear(bias=BIAS[:8])(ValueError, "linear: bias has shape (8,)", "(48,)"),
-    "linear: x is an int tensor": linear(X.int())(TypeError, "linear: x is torch.int32", TAKEN),
-    "linear: x is complex": linear(X.to(torch.complex64))(TypeError, "linear: x is torch.complex64", TAKEN),
-    "linear: x is float64": linear(X.double())(TypeError, "linear: x is torch.float64", TAKEN),
+    "linear: x has other features": linear(X[:, :16])(
+        ValueError, "linear: `x` has shape (4, 16) and `weight` has shape (48, 32)"
+    ),
+    "linear: x is a scalar": linear(X[0, 0])(ValueError, "linear: `x` has shape ()", "in_features, 32"),
+    "linear: the weight is transposed": linear(weight=WEIGHT.t())(ValueError, "linear: `x` has shape", "(32, 48)"),
+    "linear: the weight is a vector": linear(weight=WEIGHT[0])(
+        ValueError, "linear: `weight` must be (out_features, in_features), got (32,)"
+    ),
+    "linear: the bias is too short": linear(bias=BIAS[:8])(ValueError, "linear: `bias` has shape (8,)", "(48,)"),
+    "linear: x is an int tensor": linear(X.int())(TypeError, "linear: `x` is torch.int32", TAKEN),
+    "linear: x is complex": linear(X.to(torch.complex64))(TypeError, "linear: `x` is torch.complex64", TAKEN),
+    "linear: x is float64": linear(X.double())(TypeError, "linear: `x` is torch.float64", TAKEN),
     "linear: the weight is float8": linear(weight=WEIGHT.to(torch.float8_e4m3fn))(
-        TypeError, "linear: weight is torch.float8_e4m3fn", TAKEN
+        TypeError, "linear: `weight` is torch.float8_e4m3fn", TAKEN
     ),
     "linear: dtypes differ": linear(X.float())(
-        TypeError, "linear: weight is torch.bfloat16 and x is torch.float32", "run under torch.autocast"
+        TypeError, "linear: `weight` is torch.bfloat16, but x is torch.float32", "run under torch.autocast"
     ),
     "linear: devices differ": linear(X.to("meta"))(
-        ValueError, "linear: weight is on cpu and x on meta; move them to one device"
+        ValueError, "linear: `weight` is on cpu, but x is on meta. Move both to one device"
     ),
     "linear: x is sparse": linear(X.to_sparse())(
-        TypeError, "linear: x has layout torch.sparse_coo", "Densify it", refused=NO_SPARSE
+        TypeError, "linear: `x` has layout torch.sparse_coo", "Call .to_dense()", refused=NO_SPARSE
     ),
     "linear: the weight is sparse": linear(weight=lambda: WEIGHT.to_sparse_csr())(
-        TypeError, "linear: weight has layout torch.sparse_csr", refused=NO_SPARSE
+        TypeError, "linear: `weight` has layout torch.sparse_csr", refused=NO_SPARSE
     ),
     "linear: x is nested": linear(lambda: nested(torch.strided))(
-        TypeError, "linear: x is a nested tensor; it is a dense tensor", refused=NO_NESTED
+        TypeError, "linear: `x` is a nested tensor; it must be a dense tensor", refused=NO_NESTED
     ),
-    "linear: x is jagged": linear(lambda: nested(torch.jagged))(TypeError, "linear: x has layout torch.jagged"),
+    "linear: x is jagged": linear(lambda: nested(torch.jagged))(TypeError, "linear: `x` has layout torch.jagged"),
     # in a graph a tensor of oneDNN passes for a dense one
     "linear: x is in oneDNN's layout": linear(X.float().to_mkldnn())(
-        TypeError, "linear: x has layout torch._mkldnn", ways=EAGER
+        TypeError, "linear: `x` has layout torch._mkldnn", ways=EAGER
     ),
     "linear: x is a numpy array": linear(np.ones((4, 32), np.float32))(
-        TypeError, "linear: x is a ndarray; it is a tensor"
+        TypeError, "linear: `x` is a ndarray; it must be a tensor"
     ),
-    "linear: x is a list": linear([[1.0]])(TypeError, "linear: x is a list; it is a tensor"),
-    "linear: the weight is None": linear(weight=None)(TypeError, "linear: weight is a NoneType; it is a tensor"),
+    "linear: x is a list": linear([[1.0]])(TypeError, "linear: `x` is a list; it must be a tensor"),
+    "linear: the weight is None": linear(weight=None)(
+        TypeError, "linear: `weight` is a NoneType; it must be a tensor"
+    ),
     "linear: x is quantized already": linear(lambda: f8.quantize(X, TENSOR))(
-        TypeError, "linear: x is a QuantizedTensor", ".dequantize()", "fp8compile.scaled_mm"
+        TypeError, "linear: `x` is a QuantizedTensor", ".dequantize()", "fp8compile.scaled_mm"
     ),
     "linear: the weight is quantized already": linear(weight=lambda: f8.quantize(WEIGHT, TENSOR))(
-        ValueError, "linear: weight is a QuantizedTensor of CurrentScaling(", ".dequantize()"
+        ValueError, "linear: `weight` is a QuantizedTensor of CurrentScaling(", ".dequantize()"
     ),
-    "linear: the recipe is a name": linear(recipe="rowwise")(TypeError, "linear: recipe is", "recipes.by_name("),
+    "linear: the recipe is a name": linear(recipe="rowwise")(TypeError, "linear: `recipe` is", "recipes.by_name("),
     "linear: the recipe is a quantizer": linear(recipe=TENSOR)(
-        TypeError, "linear: recipe is CurrentScaling(", "it is a fp8compile.Recipe"
+        TypeError, "linear: `recipe` is CurrentScaling(", "it must be a fp8compile.Recipe"
     ),
-    "linear: the recipe is None": linear(recipe=None)(TypeError, "linear: recipe is None; it is a fp8compile.Recipe"),
+    "linear: the recipe is None": linear(recipe=None)(
+        TypeError, "linear: `recipe` is None; it must be a fp8compile.Recipe"
+    ),
 }
 
 
@@ -150,7 +158,7 @@ def test_linear(way, case):
 def test_recipe_that_was_not_called(way):
     function = way(lambda x: f8.linear(x, WEIGHT, recipe=f8.Recipe))
     # the class, not an instance: its repr is what the tracer of no version can follow
-    with way.raises(TypeError, "linear: recipe is <class", "it is a fp8compile.Recipe"):
+    with way.raises(TypeError, "linear: `recipe` is <class", "it must be a fp8compile.Recipe"):
         function(X)
 
 
@@ -170,7 +178,7 @@ def test_dtensor(way, mesh):
 
     x = distribute_tensor(X, mesh, [Shard(0)])
     function = way(lambda x, w: f8.linear(x, w, recipe=RECIPE))
-    with way.raises(TypeError, "linear: x is a DTensor and weight is none", "parallelize_module"):
+    with way.raises(TypeError, "linear: x is a DTensor, but weight is not.", "parallelize_module"):
         function(x, WEIGHT)
 
 
@@ -197,44 +205,47 @@ MODULE = {
         lambda: f8.Linear(32, 48, recipe="rowwise"),
         (),
         TypeError,
-        ("Linear: recipe is", "recipes.rowwise()"),
+        ("Linear: `recipe` is", "recipes.rowwise()"),
         ways=EAGER,
     ),
     "Linear: dtype is float64": Wrong(
         lambda: f8.Linear(32, 48, recipe=RECIPE, dtype=torch.float64),
         (),
         TypeError,
-        ("Linear: dtype is torch.float64", TAKEN),
+        ("Linear: `dtype` is torch.float64", TAKEN),
         ways=EAGER,
     ),
     "Linear: dtype is an int": Wrong(
         lambda: f8.Linear(32, 48, recipe=RECIPE, dtype=torch.int32),
         (),
         TypeError,
-        ("Linear: dtype is torch.int32", TAKEN),
+        ("Linear: `dtype` is torch.int32", TAKEN),
         ways=EAGER,
     ),
     "Linear: x is an int tensor": Wrong(
-        f8.Linear(32, 48, recipe=RECIPE), (X.int(),), TypeError, ("linear: x is torch.int32", TAKEN)
+        f8.Linear(32, 48, recipe=RECIPE), (X.int(),), TypeError, ("linear: `x` is torch.int32", TAKEN)
     ),
     "Linear: x has another dtype than the weight": Wrong(
-        f8.Linear(32, 48, recipe=RECIPE), (X,), TypeError, ("linear: weight is torch.float32 and x is torch.bfloat16",)
+        f8.Linear(32, 48, recipe=RECIPE),
+        (X,),
+        TypeError,
+        ("linear: `weight` is torch.float32, but x is torch.bfloat16",),
     ),
     "Linear: moved to float64": Wrong(
-        f8.Linear(32, 48, recipe=RECIPE).double(), (X.double(),), TypeError, ("linear: x is torch.float64", TAKEN)
+        f8.Linear(32, 48, recipe=RECIPE).double(), (X.double(),), TypeError, ("linear: `x` is torch.float64", TAKEN)
     ),
     "Linear: in torch.jit.script": Wrong(
         torch.jit.script,
         (f8.Linear(32, 48, recipe=RECIPE),),
         TypeError,
-        ("Linear: torch.jit.script has no type for a recipe", "torch.export"),
+        ("Linear: torch.jit.script does not support recipes", "torch.export"),
         ways=EAGER,
     ),
     "Linear: in torch.jit.trace": Wrong(
         torch.jit.trace,
         (f8.Linear(32, 48, recipe=RECIPE), X.float()),
         RuntimeError,
-        ("linear: torch.jit.trace has no type for a recipe", "fp8compile.revert"),
+        ("linear: torch.jit.trace does not support recipes", "fp8compile.revert"),
         ways=EAGER,
     ),
 }
@@ -266,21 +277,21 @@ def recipe(**slots: Any) -> Callable:
 
 
 VALUES = {
-    "by_name: a near miss": named("rowise")(ValueError, "no recipe is called", "Did you mean", "rowwise"),
-    "by_name: another spelling": named("Tensor-Wise")(ValueError, "no recipe is called", "Did you mean", "tensorwise"),
-    "by_name: nothing like it": named("int4")(ValueError, "there are tensorwise, rowwise,", "nvfp4."),
+    "by_name: a near miss": named("rowise")(ValueError, "no recipe named", "Did you mean", "rowwise"),
+    "by_name: another spelling": named("Tensor-Wise")(ValueError, "no recipe named", "Did you mean", "tensorwise"),
+    "by_name: nothing like it": named("int4")(ValueError, "recipes are tensorwise, rowwise,", "nvfp4."),
     "by_name: the function": named(f8.recipes.rowwise)(
-        ValueError, "there are tensorwise, rowwise, rowwise_bf16_wgrad", ways=EAGER
+        ValueError, "recipes are tensorwise, rowwise, rowwise_bf16_wgrad", ways=EAGER
     ),
-    "by_name: a format that does not exist": named("rowwise", format="e3m4")(ValueError, "the formats of codes are"),
+    "by_name: a format that does not exist": named("rowwise", format="e3m4")(ValueError, "it must be one of "),
     "CurrentScaling: format is a torch dtype": scaling(format=torch.float8_e4m3fn)(
         TypeError, "CurrentScaling: field format holds a dtype", "Name a dtype by a string"
     ),
     "CurrentScaling: block is a word": scaling(block="rowwise")(
-        ValueError, "CurrentScaling: block is", "(1, -1) rowwise"
+        ValueError, "CurrentScaling: `block` is", "(1, -1) rowwise"
     ),
     "CurrentScaling: block is one number": scaling(block=128)(
-        ValueError, "CurrentScaling: block is 128", "(128, 128)"
+        ValueError, "CurrentScaling: `block` is 128", "(128, 128)"
     ),
     "CurrentScaling: block is a list": scaling(block=[1, -1])(TypeError, "CurrentScaling: field block holds a list"),
     # a constant is made while tracing, of constants: the tracer turns down what is none
@@ -288,27 +299,27 @@ VALUES = {
         TypeError, "CurrentScaling: field block holds a int64", ways=EAGER
     ),
     "CurrentScaling: a scale rule that does not exist": scaling(scale="ue8m0")(
-        ValueError, "CurrentScaling: scale is", "e8m0_rceil"
+        ValueError, "CurrentScaling: `scale` is", "e8m0_rceil"
     ),
-    "CurrentScaling: eps is negative": scaling(eps=-1.0)(ValueError, "CurrentScaling: eps is -1.0", "from 0"),
+    "CurrentScaling: eps is negative": scaling(eps=-1.0)(ValueError, "CurrentScaling: `eps` is -1.0", "from 0"),
     "CurrentScaling: eps is NaN": scaling(eps=float("nan"))(ValueError, "CurrentScaling: field eps is nan"),
     "CurrentScaling: eps is a tensor": scaling(eps=torch.tensor(1.0))(
         TypeError, "CurrentScaling: field eps holds a Tensor", ways=EAGER
     ),
     "Recipe: one operand of a product only": recipe(input=TENSOR)(
-        ValueError, "Recipe: the GEMM of output has a quantizer for input and none for weight", "None for both"
+        ValueError, "Recipe: the GEMM of output has a quantizer for input but none for weight", "None for both"
     ),
     "Recipe: blocks that no GEMM multiplies": recipe(input=ROW, weight=TENSOR)(
-        ValueError, "Recipe: no GEMM computes output from input with block (1, -1)", "Allowed there"
+        ValueError, "Recipe: no GEMM supports the blocks of output: input has block (1, -1)", "Supported are"
     ),
     "Recipe: e5m2 by e5m2": recipe(input=f8.CurrentScaling(format="e5m2"), weight=f8.CurrentScaling(format="e5m2"))(
-        ValueError, "Recipe: the GEMM of output has e5m2", "Make one of them e4m3"
+        ValueError, "Recipe: the GEMM of output has e5m2", "Use e4m3 for at least one of them"
     ),
     "Recipe: a format in the place of a quantizer": recipe(input="e4m3", weight="e4m3")(
-        TypeError, "Recipe: input is", "fp8compile.CurrentScaling(...)"
+        TypeError, "Recipe: `input` is", "fp8compile.CurrentScaling(...)"
     ),
     "Recipe: a switch that is no bool": recipe(fast_accumulation_output=1)(
-        TypeError, "Recipe: fast_accumulation_output is 1; it is True or False"
+        TypeError, "Recipe: `fast_accumulation_output` is 1; it must be True or False"
     ),
 }
 
@@ -343,52 +354,56 @@ COLUMN = f8.CurrentScaling(block=(-1, 1))
 A, B = (lambda: quantized(ROW)()), (lambda: quantized(COLUMN, 32, 48)())
 DENSE = "bfloat16, float16 or float32"
 QUANTIZED = {
-    "quantize: x is an int tensor": quantize(X.int())(TypeError, "quantize: x is torch.int32", DENSE),
-    "quantize: x is float64": quantize(X.double())(TypeError, "quantize: x is torch.float64", "Cast it first"),
-    "quantize: x is complex": quantize(X.to(torch.complex64))(TypeError, "quantize: x is torch.complex64", DENSE),
+    "quantize: x is an int tensor": quantize(X.int())(TypeError, "quantize: `x` is torch.int32", DENSE),
+    "quantize: x is float64": quantize(X.double())(TypeError, "quantize: `x` is torch.float64", "Cast it first"),
+    "quantize: x is complex": quantize(X.to(torch.complex64))(TypeError, "quantize: `x` is torch.complex64", DENSE),
     "quantize: x is sparse": quantize(X.to_sparse())(
-        TypeError, "quantize: x has layout torch.sparse_coo; it is a dense tensor", refused=NO_SPARSE
+        TypeError, "quantize: `x` has layout torch.sparse_coo; it must be a dense tensor", refused=NO_SPARSE
     ),
     "quantize: x is nested": quantize(lambda: nested(torch.strided))(
-        TypeError, "quantize: x is a nested tensor; it is a dense tensor", refused=NO_NESTED
+        TypeError, "quantize: `x` is a nested tensor; it must be a dense tensor", refused=NO_NESTED
     ),
-    "quantize: x is a numpy array": quantize(np.ones((4, 32), np.float32))(TypeError, "quantize: x is ndarray"),
-    "quantize: x is None": quantize(None)(TypeError, "quantize: x is NoneType; it is a dense tensor"),
-    "quantize: x is quantized already": quantize(lambda: quantized()())(TypeError, "quantize: x is quantized already"),
+    "quantize: x is a numpy array": quantize(np.ones((4, 32), np.float32))(TypeError, "quantize: `x` is ndarray"),
+    "quantize: x is None": quantize(None)(TypeError, "quantize: `x` is NoneType; it must be a dense tensor"),
+    "quantize: x is quantized already": quantize(lambda: quantized()())(
+        TypeError, "quantize: `x` is already quantized"
+    ),
     "quantize: the quantizer is a format": quantize(quantizer="e4m3")(
-        TypeError, "quantize: quantizer is", "fp8compile.CurrentScaling()"
+        TypeError, "quantize: `quantizer` is", "fp8compile.CurrentScaling()"
     ),
     "quantize: the quantizer is the class": quantize(quantizer=f8.CurrentScaling)(
-        TypeError, "quantize: quantizer is <class", "fp8compile.CurrentScaling()"
+        TypeError, "quantize: `quantizer` is <class", "fp8compile.CurrentScaling()"
     ),
     "quantize: the quantizer is a recipe": quantize(quantizer=RECIPE)(
-        TypeError, "quantize: quantizer is Recipe(", "it is a fp8compile.Quantizer"
+        TypeError, "quantize: `quantizer` is Recipe(", "it must be a fp8compile.Quantizer"
     ),
     "quantize: shard_dim without a group": quantize(shard_dim=0)(
-        ValueError, "quantize: group is None, shard_dim 0; give both"
+        ValueError, "quantize: `group` is None and `shard_dim` is 0; pass both"
     ),
     "quantize: the group is a name": quantize(group="tp", shard_dim=0)(
-        TypeError, "quantize: group is", "torch.distributed.ProcessGroup"
+        TypeError, "quantize: `group` must be a ProcessGroup", "got 'tp'"
     ),
     "scaled_mm: an operand is no QuantizedTensor": scaled_mm(X, B)(
-        TypeError, "scaled_mm: a is a Tensor; it is a QuantizedTensor, made by fp8compile.quantize"
+        TypeError, "scaled_mm: `a` is a Tensor; it must be a QuantizedTensor, created by fp8compile.quantize"
     ),
-    "scaled_mm: shapes do not fit": scaled_mm(A, A)(ValueError, "scaled_mm: shapes (4, 32) and (4, 32)", "(k, n)"),
+    "scaled_mm: shapes do not fit": scaled_mm(A, A)(
+        ValueError, "scaled_mm: shapes must be (m, k) and (k, n), got (4, 32) and (4, 32)", "(k, n)"
+    ),
     "scaled_mm: out_dtype is float64": scaled_mm(A, B, torch.float64)(
-        TypeError, "scaled_mm: out_dtype is torch.float64"
+        TypeError, "scaled_mm: `out_dtype` is torch.float64"
     ),
-    "scaled_mm: out_dtype is a word": scaled_mm(A, B, "bf16")(TypeError, "scaled_mm: out_dtype is bf16", DENSE),
+    "scaled_mm: out_dtype is a word": scaled_mm(A, B, "bf16")(TypeError, "scaled_mm: `out_dtype` is bf16", DENSE),
     "scaled_mm: devices differ": scaled_mm(lambda: quantized(ROW)().to("meta"), B)(
-        ValueError, "scaled_mm: a is on meta and b on cpu; move them to one device"
+        ValueError, "scaled_mm: a is on meta, but b is on cpu. Move them to one device"
     ),
     "dequantize: to an int dtype": used(lambda q: q.dequantize(torch.int32))(
-        TypeError, "dequantize: dtype is torch.int32", "floating point"
+        TypeError, "dequantize: `dtype` is torch.int32", "floating point"
     ),
     "dequantize: the dtype is a word": used(lambda q: q.dequantize("bf16"))(
-        TypeError, "dequantize: dtype is bf16", "floating point"
+        TypeError, "dequantize: `dtype` is bf16", "floating point"
     ),
     "QuantizedTensor: arithmetic": used(lambda q: q + 1)(
-        TypeError, "Tensor.__add__ has no FP8 meaning", ".dequantize()"
+        TypeError, "Tensor.__add__ is not supported", ".dequantize()"
     ),
     "QuantizedTensor: cast to another dtype": used(lambda q: q.float())(
         TypeError, "can't be cast to torch.float32", ".dequantize(torch.float32)"
@@ -412,7 +427,11 @@ def test_scaled_mm_blocks(way):
 
 @behaviour(GROUP, "quantize: the group is a DeviceMesh", ways=EAGER)
 def test_mesh_as_group(way, mesh):
-    with way.raises(TypeError, "quantize: group is DeviceMesh(", "mesh.get_group()"):
+    with way.raises(
+        TypeError,
+        "quantize: `group` must be a ProcessGroup, such as mesh.get_group(), got DeviceMesh(",
+        "mesh.get_group()",
+    ):
         f8.quantize(X, TENSOR, group=mesh, shard_dim=0)
 
 
@@ -442,28 +461,30 @@ def compiled_in_part() -> nn.Module:
 
 
 COMPILED_ALREADY, GRAPH = (
-    "went through torch.compile already. Convert first",
-    "is a graph made by torch.jit or torch.export",
+    "is already compiled with torch.compile. Call convert first",
+    "is a graph from torch.jit or torch.export",
 )
 CONVERT = {
-    "convert: a list of layers": converting(lambda: [nn.Linear(32, 32)])(TypeError, "convert: model is a list"),
-    "convert: no model": converting(lambda: None)(TypeError, "convert: model is a NoneType; it is a torch.nn.Module"),
-    "convert: an ExportedProgram": converting(lambda: torch.export.export(mlp(), (X.float(),)))(
-        TypeError, "convert: model is a ExportedProgram"
+    "convert: a list of layers": converting(lambda: [nn.Linear(32, 32)])(TypeError, "convert: `model` is a list"),
+    "convert: no model": converting(lambda: None)(
+        TypeError, "convert: `model` is a NoneType; it must be a torch.nn.Module"
     ),
-    "convert: the recipe is a name": converting(mlp, "rowwise")(TypeError, "convert: recipe is", "recipes.by_name("),
+    "convert: an ExportedProgram": converting(lambda: torch.export.export(mlp(), (X.float(),)))(
+        TypeError, "convert: `model` is a ExportedProgram"
+    ),
+    "convert: the recipe is a name": converting(mlp, "rowwise")(TypeError, "convert: `recipe` is", "recipes.by_name("),
     "convert: no linear in the model": converting(lambda: nn.Conv2d(3, 3, 1))(
         ValueError, "convert: Conv2d has no nn.Linear, so there is nothing to convert"
     ),
     "convert: again with another recipe": converting(lambda: f8.convert(mlp(), RECIPE), f8.recipes.tensorwise())(
-        ValueError, "convert: 0 is converted already, with another recipe", "fp8compile.revert(model)"
+        ValueError, "convert: 0 is already converted, with another recipe", "fp8compile.revert(model)"
     ),
     "convert: what torch.compile returned": converting(lambda: torch.compile(mlp(), backend="eager"))(
         ValueError, f"convert: the model {COMPILED_ALREADY}"
     ),
     "convert: a part was compiled": converting(compiled_in_part)(ValueError, f"convert: 0 {COMPILED_ALREADY}"),
     "convert: a scripted model": converting(scripted)(
-        ValueError, f"convert: the model {GRAPH}", "that it was made of"
+        ValueError, f"convert: the model {GRAPH}", "Convert the original model"
     ),
     "convert: a traced model": converting(lambda: torch.jit.trace(mlp(), X.float()))(
         ValueError, f"convert: the model {GRAPH}"
@@ -473,21 +494,21 @@ CONVERT = {
     ),
     "convert: an exported model": converting(exported)(ValueError, f"convert: the model {GRAPH}"),
     "convert: a part is an exported model": converting(lambda: nn.Sequential(exported(), nn.Linear(32, 32)))(
-        ValueError, f"convert: 0 {GRAPH}", "only the parts of this one that are no graph"
+        ValueError, f"convert: 0 {GRAPH}", "only the submodules that are not graphs"
     ),
     "convert: the filter matches no layer": converting(mlp, filter="layers.*")(
-        ValueError, "matches none of the model", "0, 2"
+        ValueError, "matches no linear layer", "0, 2"
     ),
-    "convert: the filter is a class": converting(mlp, filter=nn.Linear)(TypeError, "convert: filter is <class"),
+    "convert: the filter is a class": converting(mlp, filter=nn.Linear)(TypeError, "convert: `filter` is <class"),
     "convert: the filter is a list of classes": converting(mlp, filter=[nn.Linear])(
-        TypeError, "convert: filter is [<class"
+        TypeError, "convert: `filter` is [<class"
     ),
-    "revert: no model": Wrong(lambda: f8.revert(None), (), TypeError, ("revert: model is a NoneType",), ways=EAGER),
+    "revert: no model": Wrong(lambda: f8.revert(None), (), TypeError, ("revert: `model` is a NoneType",), ways=EAGER),
     "revert: a layer that was compiled": Wrong(
         lambda: f8.revert(torch.compile(f8.Linear(32, 32, recipe=RECIPE), backend="eager")),
         (),
         TypeError,
-        ("revert: the layer itself was compiled", "Revert what was compiled"),
+        ("revert: the model is a compiled FP8 layer", "Revert the module that was passed to torch.compile"),
         ways=EAGER,
     ),
 }
@@ -540,9 +561,9 @@ def test_freezing(way, assert_bits_equal):
 
 @behaviour(GROUP, "convert: weights in float64 are left, and say so")
 def test_float64_model(way):
-    with pytest.warns(UserWarning, match=r"no linear is converted\. Left .*: 2 \(weights are torch\.float64;"):
+    with pytest.warns(UserWarning, match=r"no linear layer was converted\. Skipped: 2 \(weights are torch\.float64;"):
         model = f8.convert(mlp(torch.float64), RECIPE)
-    assert_reason(model, "0", "weights are torch.float64; FP8 layers take bfloat16, float16, float32")
+    assert_reason(model, "0", "weights are torch.float64; FP8 layers support bfloat16, float16 and float32")
     assert way(model)(X.double()).dtype == torch.float64
 
 
@@ -551,8 +572,8 @@ def test_quantized_weight(way):
     model = mlp()
     model[0].weight = nn.Parameter(f8.quantize(model[0].weight, TENSOR), requires_grad=False)
     f8.convert(model, RECIPE)
-    assert_reason(model, "0", "its weight is QuantizedTensor; FP8 layers take a dense one")
-    with way.raises(TypeError, "has no FP8 meaning for a QuantizedTensor", "fp8compile.linear"):
+    assert_reason(model, "0", "its weight is QuantizedTensor; it must be a dense tensor,")
+    with way.raises(TypeError, "is not supported for a QuantizedTensor", "fp8compile.linear"):
         model(X.float())
 
 
@@ -561,16 +582,14 @@ def test_sparse_weight(way):
     model = mlp()
     model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse())
     f8.convert(model, RECIPE)
-    assert_reason(model, "0", "its weight is torch.sparse_coo; FP8 layers take a dense one")
+    assert_reason(model, "0", "its weight is torch.sparse_coo; it must be a dense tensor,")
 
 
 @behaviour(GROUP, "convert: a LazyLinear is left, and says so", ways=EAGER)
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy(way):
     model = f8.convert(nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32)), RECIPE)
-    assert_reason(
-        model, "0", "a subclass of nn.Linear (LazyLinear) whose parameters have no shape before the first call"
-    )
+    assert_reason(model, "0", "a subclass of nn.Linear (LazyLinear) whose parameters are not initialized")
 
 
 # ---------------------------------------------------------------------------------- weights that are shared
@@ -654,7 +673,7 @@ def test_shared_with_another_shape(way):
     down, up = nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False)
     up.weight = down.weight
     model = f8.convert(nn.Sequential(down, up), RECIPE)
-    with way.raises(ValueError, "linear: x has shape (4, 48) and weight (48, 32)"):
+    with way.raises(ValueError, "linear: `x` has shape (4, 48) and `weight` has shape (48, 32)"):
         way(model)(X.float())
 
 

@@ -12,7 +12,7 @@ from ways import behaviour
 from zoo import ZOO, bf16_model, tail, train
 
 import fp8compile as f8
-from fp8compile.nn.why_not_converted import ROUTER
+from fp8compile.nn.convert.why_not_converted import ROUTER
 from fp8compile.testing import Recording, gemm_share
 
 RECIPE = f8.recipes.rowwise()

@@ -273,7 +273,7 @@ def test_weight_norm(way, x, order, assert_bits_equal):
         f8.convert(model, RECIPE)
         assert not isinstance(model[0], f8.Linear)
         row = f8.conversion_report(model).rows[0]
-        assert "parametrized; convert first and parametrize what convert returns" in row.reason
+        assert "parametrized; convert the model first, then parametrize the converted layer" in row.reason
     else:
         f8.convert(model, RECIPE)
         parametrizations.weight_norm(model[0])

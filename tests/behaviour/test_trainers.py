@@ -153,7 +153,7 @@ def test_accelerate_converts_afterwards(way):
     accelerator, model = accelerated(way), llama(fp8=False)
     prepared, optimizer = accelerator.prepare(model, optimizer_of(model))
     if way.compiled:
-        with way.raises(ValueError, "went through torch.compile already"):
+        with way.raises(ValueError, "is already compiled with torch.compile"):
             f8.convert(prepared, RECIPE)
         return
     f8.convert(prepared, RECIPE)
@@ -255,7 +255,7 @@ def test_save_and_load(way, tmp_path, assert_bits_equal):
     model.save_pretrained(tmp_path / "trained")
     assert (tmp_path / "trained" / "model.safetensors").exists()
     loaded = load(tmp_path / "trained")
-    assert {row.reason for row in f8.conversion_report(loaded).rows} == {"convert() has not seen it"}
+    assert {row.reason for row in f8.conversion_report(loaded).rows} == {"convert() has not visited it"}
     with torch.no_grad():
         expected = model(**LLAMA.batch(9)).logits
         assert not torch.equal(loaded(**LLAMA.batch(9)).logits, expected)  # in bf16

@@ -1,9 +1,9 @@
-"""Rows of the table in docs/results/behaviour.md: a test a row, run in eager mode and compiled.
+"""Rows of the table whose outcomes `tests/behaviour/table.py` records: a test a row, run in eager mode and compiled.
 
     @behaviour("Autograd", "gradient accumulation")
     def test_accumulation(way): ...
 
-A test that passes is a cell that says "works". What raises says so by `way.raises`, and the cell is the error's text.
+A test that passes is recorded as "works". What raises says so by `way.raises`, and the cell is the error's text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 __all__ = ["OUTCOMES", "RECORD", "VERSIONS", "WAYS", "Cells", "Way", "behaviour", "recorded"]
 
-VERSIONS = ("2.11", "2.13", "2.15")  # those of the table
+VERSIONS = ("2.11", "2.13", "2.15")  # those with recorded outcomes
 OUTCOMES = Path(__file__).parent / "outcomes"  # a file a PyTorch version; written by table.py
 RECORD = "FP8COMPILE_BEHAVIOUR"  # in the environment: the file to append outcomes to
 WAYS = ("eager", "compiled")

@@ -50,7 +50,7 @@ def target(tmp_path):
 def test_it_prints_a_row_a_layer_and_says_what_it_rests_on(target, capsys):
     assert main(["advise", target("WithLoss"), "--gpu", "b200", "--rows-factor", "512"]) == 0
     shown = capsys.readouterr().out
-    assert "Errors rest on one batch: 32 rows a layer, of 32." in shown
+    assert "Errors were measured on one batch: 32 rows per layer, of 32." in shown
     assert "mean square" not in shown
     assert "NVIDIA B200 SXM, with 512 times these rows" in shown.replace("\n  ", " ")
     assert "inner.0" in shown
@@ -70,7 +70,7 @@ def test_a_target_without_a_loss_and_a_converted_one_are_said(target, capsys):
     [
         (["--recipes", "rowwize"], "rowwize"),
         (["--time", "0.001"], "the fastest recipes take"),
-        (["--sample", "0"], "both are positive"),
+        (["--sample", "0"], "`sample` must be an int of at least 1"),
     ],
 )
 def test_what_cant_be_is_one_line_and_exit_code_2(target, capsys, words, said):

@@ -16,9 +16,9 @@ from fp8compile.ops import OPS
 
 ALL = "all three"
 EMULATED = "emulated in float64"
-NO_TENSOR_CORES = "needs a GPU with FP8 tensor cores, compute capability 8.9 or more"
+NO_TENSOR_CORES = "needs a GPU with FP8 tensor cores, compute capability 8.9 or higher"
 NO_BLOCKWISE = "needs compute capability 9.0 (H100, H200)"
-NO_POWERS = "needs scales that are powers of two"
+NO_POWERS = "needs power-of-two scales"
 NO_MX = "needs compute capability 10.0 (B200)"
 NO_NV = NO_MX
 NATIVE_NV = "native, NVFP4 GEMM"
@@ -68,6 +68,8 @@ def test_each_recipe_on_each_device(capability, capsys, pretended):
         ("rowwise_bf16_wgrad", "output, grad_input", rowwise),
         ("rowwise_bf16_wgrad", "grad_weight", "bfloat16"),
         ("blockwise", ALL, blockwise),
+        ("blockwise_bf16_wgrad", "output, grad_input", blockwise),
+        ("blockwise_bf16_wgrad", "grad_weight", "bfloat16"),
         ("mxfp8", ALL, mxfp8),
         ("delayed", ALL, tensorwise),
         ("nvfp4", ALL, nvfp4),

@@ -137,12 +137,12 @@ def test_every_other_place_where_the_targets_code_runs_is_watched_too(tmp_path, 
     ("function", "verdict"),
     [
         ("return nn.Module(), ()", None),  # it has no forward
-        ("return nn.Identity(), torch.randn(4)", "NO: there is no linear"),
-        ("return nn.Sequential(), torch.randn(4)", "NO: there is no linear"),
-        ("return nn.Conv1d(4, 4, 1), torch.randn(1, 4, 4)", "NO: there is no linear"),
-        ("return nn.Linear(32, 32), torch.randn(4, 32)", "NO: none of 1 linears is converted"),
-        ("return f8.revert(Own()), torch.randn(4, 32)", "NO: none of 1 linears is converted"),
-        ("return f8.Linear(32, 32, recipe=f8.Recipe()), torch.randn(4, 32)", "NO: no recipe asks for it"),
+        ("return nn.Identity(), torch.randn(4)", "NO: the model has no linear layer"),
+        ("return nn.Sequential(), torch.randn(4)", "NO: the model has no linear layer"),
+        ("return nn.Conv1d(4, 4, 1), torch.randn(1, 4, 4)", "NO: the model has no linear layer"),
+        ("return nn.Linear(32, 32), torch.randn(4, 32)", "NO: none of the 1 linear layers is converted"),
+        ("return f8.revert(Own()), torch.randn(4, 32)", "NO: none of the 1 linear layers is converted"),
+        ("return f8.Linear(32, 32, recipe=f8.Recipe()), torch.randn(4, 32)", "NO: no recipe uses it"),
         ("yield Own(), torch.randn(4, 32)", None),
         ("return None", None),
     ],
@@ -192,7 +192,7 @@ def test_an_answer_that_can_not_be_printed_is_no_yes(tmp_path, monkeypatch, open
     ("redirection", "function", "complaint"),
     [
         ("", "import os; os._exit(0)", "it called os._exit(0)"),
-        (">&-", "", "standard output is closed, and there is nowhere to print; redirect it to /dev/null"),
+        (">&-", "", "To discard it, redirect standard output to /dev/null."),
     ],
 )
 def test_the_process_itself_has_these_exit_codes(tmp_path, redirection, function, complaint):

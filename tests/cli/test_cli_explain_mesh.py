@@ -126,17 +126,22 @@ def test_the_terminal_shows_both_columns(tmp_path):
 
 
 REFUSED = {
-    "a size that is data": ("sizes_are_data", ["--mesh", "fsdp=2,ep=4"], 2, "Give experts a capacity"),
-    "no FP8": ("unconverted", ["--mesh", "tp=2"], 1, "no product multiplies codes"),
+    "a size that is data": ("sizes_are_data", ["--mesh", "fsdp=2,ep=4"], 2, "Set a capacity for experts"),
+    "no FP8": ("unconverted", ["--mesh", "tp=2"], 1, "no GEMM runs in FP8"),
     "a layer that fell back": ("patched", ["--mesh", "tp=2"], 1, "1: output fell back to bfloat16"),
-    "no name": ("block", ["--mesh", "8"], 2, "write it as fsdp=8,ep=8"),
-    "a name twice": ("block", ["--mesh", "ep=2,ep=2"], 2, "each name once"),
-    "one rank": ("block", ["--mesh", "ep=1"], 2, "2 ranks or more"),
-    "no recipe": ("block", ["--mesh", "fsdp=2,ep=4"], 2, "takes a recipe; add --recipe"),
-    "a recipe too many": ("unconverted", ["--mesh", "tp=2", "--recipe", "rowwise"], 2, "takes no recipe"),
-    "no argument": ("nothing", ["--mesh", "tp=2"], 2, "takes 0 arguments"),
+    "no name": ("block", ["--mesh", "8"], 2, "such as --mesh fsdp=8,ep=8."),
+    "a name twice": ("block", ["--mesh", "ep=2,ep=2"], 2, "NAME=SIZE with different names"),
+    "one rank": ("block", ["--mesh", "ep=1"], 2, "2 ranks"),
+    "no recipe": ("block", ["--mesh", "fsdp=2,ep=4"], 2, "requires a recipe. Add --recipe"),
+    "a recipe too many": (
+        "unconverted",
+        ["--mesh", "tp=2", "--recipe", "rowwise"],
+        2,
+        "has no parameter for a recipe",
+    ),
+    "no argument": ("nothing", ["--mesh", "tp=2"], 2, "has 0 parameters"),
     "no function": ("table", ["--mesh", "tp=2"], 2, "is a dict"),
-    "another flag": ("block", ["--mesh", "tp=2", "--tp", "2"], 2, "--mesh doesn't go with --tp"),
+    "another flag": ("block", ["--mesh", "tp=2", "--tp", "2"], 2, "--mesh can't be combined with --tp"),
 }
 
 

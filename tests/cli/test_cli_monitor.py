@@ -14,7 +14,9 @@ import pytest
 
 from fp8compile.cli import main
 from fp8compile.cli.errors import UserError
+from fp8compile.cli.monitor.charts import charts
 from fp8compile.cli.monitor.readings import load_readings
+from fp8compile.cli.monitor.summary import summary
 
 pytest.importorskip("matplotlib")
 LAYERS = ("model.layers.0.up", "model.layers.1.up")
@@ -22,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def reading(step, **changes):
-    """A line as a monitor writes it: two layers, two operands whose codes are the same and one of its own."""
+    """A line as a monitor writes it: two layers, two operands with the same FP8 data and one of its own."""
     line = {"step": step, "loss": 3.0 - 0.1 * step}
     for layer in LAYERS:
         for operand, share in (("weight", 0.0), ("weight_for_grad_input", 0.0), ("grad_output", 0.01 * step)):
@@ -75,8 +77,10 @@ def test_a_page_and_pngs_are_written_and_the_page_needs_nothing_else(run, capsys
         "http://www.w3.org/1999/xlink",
     }
     assert "prefers-color-scheme: dark" in text
-    assert "weight, weight_for_grad_input" in text, "operands with the same codes share a panel"
+    assert "weight, weight_for_grad_input" in text, "operands with the same FP8 data share a panel"
     assert "currentColor" in text
+    assert text.count('class="scale"') == 4, "the scales of heat maps stay when charts scroll"
+    assert "codes" not in re.sub(r"<[^>]*>", "", text)
 
 
 def test_nan_comes_first_and_an_unfinished_line_is_said(run, capsys):
@@ -85,7 +89,7 @@ def test_nan_comes_first_and_an_unfinished_line_is_said(run, capsys):
     assert main(["monitor", str(file), "--no-png", "--html", str(file.parent / "page.html")]) == 0
     said = capsys.readouterr().out
     assert "3 readings of 2 layers, steps 0 to 8." in said
-    assert "The last line is not complete and was left out." in said
+    assert "The last line is incomplete and was skipped." in said
     lines = said.splitlines()
     first = lines[next(at for at, line in enumerate(lines) if line.startswith("---")) + 1]
     assert re.split(r"\s{2,}", first) == [LAYERS[1], "grad_output", "NaN or infinite: 3 elements in step 7"]
@@ -95,21 +99,74 @@ def test_nan_comes_first_and_an_unfinished_line_is_said(run, capsys):
     assert "Dashed lines: steps with NaN" in text
 
 
+def findings(file):
+    return [row[1:] for row in summary(load_readings(file)).rows]
+
+
+def test_what_is_usual_is_no_finding(run):
+    quiet = {f"fp8/{layer}/weight/underflow": 0.104 for layer in LAYERS}  # as NVFP4 does with normal weights
+    found = summary(load_readings(run(reading(0), reading(1, **quiet))))
+    assert found.rows == ()
+    assert found.columns == ()
+    assert found.lines[-1] == "Nothing unusual was found."
+
+
+@pytest.mark.parametrize(
+    ("statistic", "values", "finding"),
+    [
+        ("underflow", (0.09, 0.0, 0.0), None),
+        ("underflow", (0.11, 0.06, 0.0), None),
+        ("underflow", (0.11, 0.055, 0.0), "underflows: 11.00%"),
+        ("underflow", (0.21, 0.21, 0.21), "underflows: 21.00%"),
+        ("saturation", (9e-5, 0.0, 0.0), None),
+        ("saturation", (1e-4, 1e-4, 1e-4), "saturates: 0.01%"),
+        ("sqnr", (18.1, 24.0, 30.0), None),
+        ("sqnr", (18.0, 24.0, 30.0), "low signal-to-noise ratio: 18.0 dB (median of the layers: 24.0 dB)"),
+    ],
+)
+def test_a_finding_is_far_from_the_other_layers_or_beyond_a_limit(run, statistic, values, finding):
+    changes = {
+        f"fp8/{layer}/{operand}/{statistic}": value
+        for layer, value in zip((*LAYERS, "head"), values, strict=True)
+        for operand in ("weight", "weight_for_grad_input")
+    }
+    found = findings(run(reading(0, **changes)))
+    assert found[:1] == ([] if finding is None else [("weight, weight_for_grad_input", finding)])
+
+
+def test_steps_and_exponents_are_whole_numbers_on_the_axis(run):
+    drawn = {each.name: each.figure for each in charts(load_readings(run(*map(reading, range(3)))))}
+    for name in ("curves", "exponents"):
+        figure = drawn[name]
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            assert len(axes.get_xticks()) > 0
+            assert all(float(each).is_integer() for each in axes.get_xticks()), name
+
+
+def test_zero_and_infinity_have_the_colors_of_the_ends(run):
+    found = {each.name: each for each in charts(load_readings(run(*map(reading, range(3)))))}
+    assert [text for _, text in found["underflow"].scale.ticks] == ["≤ 1%", "10%"]
+    shown = found["underflow"].figure.axes[0].images[0].get_array()
+    assert shown.min() == found["underflow"].scale.norm.vmin > 0
+    assert found["sqnr"].figure.axes[0].images[0].get_array().max() == found["sqnr"].scale.norm.vmax == 28.0
+
+
 def test_layers_are_chosen_by_patterns(run, capsys):
     file = run(reading(0), reading(1))
     assert main(["monitor", str(file), "--no-png", "--layers", "*.0.*"]) == 0
-    assert "2 readings of 1 layers" in capsys.readouterr().out
+    assert "2 readings of 1 layer," in capsys.readouterr().out
     assert main(["monitor", str(file), "--layers", "*.7.*"]) == 2
-    assert "no line has entries fp8/<layer>/<operand>/<statistic> that match *.7.*" in capsys.readouterr().err
+    assert "no line has keys fp8/<layer>/<operand>/<statistic> that match *.7.*" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
         (["{", '{"step": 0}'], "line 1: not JSON"),
-        (["[1]", '{"step": 0}'], "line 1: a list; a reading is a dict"),
-        ([{"fp8/a/weight/amax": 1.0}], "line 1: has no step"),
-        ([{"step": 0, "loss": 1.0}], "no line has entries"),
+        (["[1]", '{"step": 0}'], "line 1: expected a JSON object, got a list"),
+        ([{"fp8/a/weight/amax": 1.0}], "line 1: the reading has no step"),
+        ([{"step": 0, "loss": 1.0}], "no line has keys"),
     ],
 )
 def test_what_cant_be_read_is_said_with_its_line(run, lines, said):

@@ -57,10 +57,10 @@ def test_a_program_with_the_bits_of_its_graphs(cases, capsys):
     assert main(["run-gpu", f"{cases}:case", "--arch", "sm_120", "--arch", "h200"]) == 0
     out = capsys.readouterr().out
     assert [line.split("  ")[-1] for line in out.splitlines() if line.startswith(("sm_120 ", "h200 "))] == [
-        "the bits of its graphs"
+        "identical to its graphs, bit for bit"
     ] * 2
     assert "NVIDIA GeForce RTX 5090" in out
-    assert out.count("1 generated kernels launched, 0 products") == 2
+    assert out.count("1 generated kernels launched, 0 GEMMs") == 2
 
 
 def test_where_a_nan_comes_from_is_a_line_of_the_report(cases, capsys):
@@ -106,12 +106,12 @@ def test_what_a_kernel_must_not_do_is_a_fault(cases, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        ("", (), "names no function; give FILE.py:function"),
+        ("", (), "does not name a function. Pass FILE.py:function"),
         (":nothing", (), "has no 'nothing'"),
-        (":number", (), "gives a int that is not (function, args)"),
+        (":number", (), "returned a int; it must return (function, args)"),
         (":failing", (), "loading it failed: KeyError: 'x'"),
-        (":case", ("--arch", "sm_12"), "arch is 'sm_12'; it is one of h200"),
-        (":case", ("--arch", "mi355x"), "run-gpu is for NVIDIA's GPUs"),
+        (":case", ("--arch", "sm_12"), "`arch` is 'sm_12'; it must be one of h200"),
+        (":case", ("--arch", "mi355x"), "run-gpu supports only NVIDIA GPUs"),
     ],
 )
 def test_what_cannot_be_run_is_refused(target, options, said, cases, capsys):

@@ -24,6 +24,7 @@ from safetensors import safe_open
 import fp8compile as f8
 from fp8compile.export.format_table import FORMATS
 from fp8compile.export.plan import plan_of
+from fp8compile.export.servers import SERVERS, missing_parameters
 
 __all__ = ["CELLS", "COLUMNS", "PAGE", "Cell", "row", "rows_of"]
 
@@ -35,7 +36,7 @@ COLUMNS = (
     "weights, bfloat16",
     "transformers, float32",
     "transformers, bfloat16",
-    "loaded as codes",
+    "loaded quantized",
     "converted again",
 )
 TRANSPOSED = ("gpt_oss", "llama4_text")  # experts are kept as (in_features, out_features)
@@ -147,8 +148,12 @@ def _difference(found, wanted):
 def row(cell: Cell, folder: Path) -> list[str]:
     """What stands in a cell's row."""
     model, path = _trained(cell), folder / "_".join(cell)
-    f8.export.save_pretrained(model, path, cell.form, unfit="values" if cell.model == "gpt_oss" else "raise")
-    f8.export.check(path)
+    report = f8.export.save_pretrained(model, path, cell.form, unfit="values" if cell.model == "gpt_oss" else "raise")
+    kinds = dict.fromkeys((name for own in report.quantized.values() for name in own), cell.kind)
+    architecture = type(model).__name__
+    loads = [each for each in SERVERS if not missing_parameters(each, FORMATS[cell.form], kinds, architecture)]
+    for server in loads:
+        f8.export.check(path, server=server)
     logits = models.logits(model)
     by_servers = [_read_by_servers(cell, path, model, dtype) for dtype in (torch.float32, torch.bfloat16)]
     (first, _), (second, back) = (
@@ -174,22 +179,22 @@ Written by `tests/export/table_of_round_trips.py`. A tiny model takes a training
 `f8.export.save_pretrained`, and the folder is read:
 
 - *weights*: all matrices by the arithmetic of vLLM and SGLang, in NumPy
-  (`tests/helpers/serving_readers.py` names their files), beside the values of the codes of
+  (`tests/helpers/serving_readers.py` names their files), compared with the dequantized weights of
   training, rounded to that dtype.
-- *transformers*: all weights as its own loader makes them. "-": it has no reader for these codes.
-- *loaded as codes*: the largest difference of logits between the training forward and that of a
-  model that `f8.load_quantized` has filled.
-- *converted again*: the same for what transformers loaded in bfloat16, converted by the recipe.
+- *transformers*: all weights as its own loader returns them. "-": it has no reader for this format.
+- *loaded quantized*: the largest difference of logits between the training forward and that of a
+  model loaded with `f8.load_quantized`.
+- *converted again*: the same for what transformers loaded in bfloat16, converted with the recipe.
 
-gpt-oss interleaves gate and up: with blocks of 128 x 128 its experts are written as values. Experts
-of gpt-oss and Llama 4 in codes are linears, which transformers' reader of `fine_grained_fp8` does
-not look for. Static scales (`delayed`) are in `tests/export/test_readers.py`.
+gpt-oss interleaves gate and up, so with blocks of 128 x 128 its experts are written in high
+precision. Quantized experts of gpt-oss and Llama 4 are linear layers, which transformers' reader of
+`fine_grained_fp8` does not look for. Static scales (`delayed`) are in `tests/export/test_readers.py`.
 """
 
 
 def main() -> None:
     """Run all cells and write the page."""
-    lines = ["| model | format | codes | " + " | ".join(COLUMNS) + " |", "|---" * (3 + len(COLUMNS)) + "|"]
+    lines = ["| model | format | scheme | " + " | ".join(COLUMNS) + " |", "|---" * (3 + len(COLUMNS)) + "|"]
     with tempfile.TemporaryDirectory() as folder:
         for cell in CELLS:
             found = row(cell, Path(folder))

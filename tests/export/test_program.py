@@ -91,9 +91,9 @@ def test_sizes_may_change():
 
 
 def test_bad_arguments_are_said():
-    with pytest.raises(ValueError, match="Convert it by fp8compile"):
+    with pytest.raises(ValueError, match="Call fp8compile"):
         f8.export.program(nn.Linear(4, 4), (torch.zeros(1, 4),))
-    with pytest.raises(ValueError, match="target is 'h1000'; it is one of 'cpu', 'h100'"):
+    with pytest.raises(ValueError, match="`target` is 'h1000'; it must be one of 'cpu', 'h100'"):
         f8.export.program(frozen("rowwise"), (rows(),), target="h1000")
 
 

@@ -257,21 +257,3 @@ def of_training(model, recipe, dtype):
             codes = quantizer.cast(layer.weight.detach(), multiplier)
             found[f"{name}.weight"] = quantizer.dequantize(codes, quantizer.scale_of(multiplier), dtype)
     return found
-
-
-@pytest.mark.parametrize("recipe", ["tensor", "channel"])
-def test_torchao_reads_its_tensors(recipe, tmp_path, assert_bits_equal):
-    needs("torchao", "0.18.0")
-    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
-
-    model = one_layer(RECIPES[recipe])
-    f8.export.save_pretrained(model, tmp_path / "x", "torchao")
-    with safe_open(tmp_path / "x" / "model.safetensors", framework="pt") as file:
-        found, rest = unflatten_tensor_state_dict(stored_in(tmp_path / "x"), file.metadata())
-    assert not rest
-    assert_bits_equal(found["0.weight"].dequantize(), models.wanted(model, torch.bfloat16)["0.weight"])
-    from torchao.core.config import config_from_dict
-
-    config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
-    own = config_from_dict(config["quant_type"]["default"])
-    assert type(own).__name__ == "Float8DynamicActivationFloat8WeightConfig"

@@ -22,8 +22,9 @@ PACKAGE = Path(f8.__file__).parent
 # how our texts begin: with what the user called, or what stands in the way
 OURS = re.compile(
     r"(linear|Linear|quantize|scaled_mm|dequantize|convert|revert|CurrentScaling|Recipe|conversion_report): "
-    r"|no recipe is called |format .* is not known|a QuantizedTensor |(aten|Tensor)\..* has no FP8 meaning "
-    r"|aten\..*(moves elements between|cuts|leaves no block|takes a matrix|no view that keeps)"
+    r"|there is no recipe |format .* is not known|a QuantizedTensor "
+    r"|(aten|Tensor)\..* is not supported for a QuantizedTensor"
+    r"|aten\..*(would move elements between|splits|would not keep its|requires a matrix|of a QuantizedTensor)"
 )
 X, WEIGHT, BIAS = torch.ones(4, 32), torch.ones(48, 32), torch.ones(48)
 NO_TENSOR: dict[str, object] = {

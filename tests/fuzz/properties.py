@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from silence import (
     layer_follows_dequantize,
     own_layers,
-    what_is_written_between_forward_and_backward_raises,
-    writes,
 )
 from torch import Tensor
 from two_levels import four_bit_layers, layer_is_made_of_its_four_bit_products, two_levels, two_levels_are_numpys
@@ -392,12 +390,6 @@ PROPERTIES = {
     "layer: products of own arithmetic": Property(own_layers(), layer_follows_dequantize, 0.03, 60),
     "groups: a linear each": Property(groups(), groups_are_linears, 0.04, 40),
     "groups: a linear each, one graph": Property(reused_groups(), groups_are_linears_compiled, 0.02, 12),
-    "written in between": Property(
-        writes(compiled=False), what_is_written_between_forward_and_backward_raises, 0.02, 60
-    ),
-    "written in between, compiled": Property(
-        writes(compiled=True), what_is_written_between_forward_and_backward_raises, 0.005, 6
-    ),
     "aot_eager, graphs reused": Property(_reused("aot_eager"), _one_graph_for_many("aot_eager"), 0.12, 50),
     "inductor, graphs reused": Property(_reused("inductor"), _one_graph_for_many("inductor"), 0.1, 0),
     "inductor, quantize, graphs reused": Property(_reused_quantize(), inductor_quantizes_as_eager, 0.1, 2),

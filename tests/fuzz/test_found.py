@@ -27,12 +27,12 @@ def test_one_dynamic_graph_for_fewer_rows_than_a_block_has(block, assert_bits_eq
 
 def test_a_quantized_scalar_can_not_be_cut():
     # it was a ZeroDivisionError
-    with pytest.raises(IndexError, match="of 0 dims: there is nothing to cut"):
+    with pytest.raises(IndexError, match="with at least one dim, got shape"):
         f8.quantize(torch.tensor(1.0), f8.CurrentScaling())[0:]
 
 
 def test_operands_on_two_devices_are_not_multiplied():
     # the result was on the device of the first, whatever it was made of
     a, b = (f8.quantize(torch.randn(16, 16), f8.CurrentScaling()) for _ in range(2))
-    with pytest.raises(ValueError, match="scaled_mm: a is on meta and b on cpu"):
+    with pytest.raises(ValueError, match="scaled_mm: a is on meta, but b is on cpu"):
         f8.scaled_mm(a.to("meta"), b, out_dtype=torch.bfloat16)

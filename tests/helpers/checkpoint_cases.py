@@ -30,7 +30,11 @@ __all__ = [
 FOLDER = Path(__file__).parents[1] / "checkpoints_before"
 FOUR_BITS_TWICE = "nvfp4_1x16"  # the products of a weight read different codes, two of them in a byte
 RECIPES = {
-    **{name: f8.recipes.by_name(name) for name in f8.recipes.names() if name != "delayed"},
+    **{
+        name: f8.recipes.by_name(name)
+        for name in f8.recipes.names()
+        if name not in ("delayed", "blockwise_bf16_wgrad")
+    },
     "delayed": f8.recipes.delayed(history=4),
     FOUR_BITS_TWICE: f8.recipes.nvfp4(weight_block=(1, 16)),
 }

@@ -10,8 +10,9 @@ from golden_cases import CASES
 from torch import Tensor
 
 import fp8compile as f8
-from fp8compile.kernels.both_directions import along_columns, both_directions
-from fp8compile.kernels.quantize_weight import rows_and_columns, square_blocks
+from fp8compile.kernels.both_directions import both_directions
+from fp8compile.kernels.group_quantize_rows import rows_of_groups
+from fp8compile.kernels.quantize_weight import square_blocks
 from fp8compile.ops.quantize_both import empty_outputs, two_casts
 from fp8compile.ops.quantize_weight import step_by_step
 
@@ -34,20 +35,20 @@ def every_bfloat16() -> Tensor:
 
 
 def kernel(x: Tensor, rows: f8.CurrentScaling, columns: f8.CurrentScaling) -> tuple[Tensor, ...]:
-    codes, scale, column_codes, column_scale = outputs = empty_outputs(x, rows, columns)
-    both_directions(x, rows, columns, (codes, scale.movedim(-1, 0), column_codes.transpose(-2, -1), column_scale))
+    outputs = empty_outputs(x, rows, columns)
+    both_directions(x, rows, columns, outputs)()
     return outputs
 
 
 def columns_kernel(x: Tensor, rows: f8.CurrentScaling, columns: f8.CurrentScaling) -> tuple[Tensor, ...]:
-    codes, scale = outputs = empty_outputs(x, rows, columns)[2:]
-    along_columns(x, columns, (codes.transpose(-2, -1), scale))
+    outputs = empty_outputs(x, rows, columns)[2:]
+    both_directions(x, None, columns, (None, None, *outputs))()
     return outputs
 
 
 def weight_kernel(x: Tensor, first: f8.CurrentScaling, again: f8.CurrentScaling) -> tuple[Tensor, ...]:
-    outputs = tuple(torch.zeros_like(each) for each in step_by_step(x, first, again))
-    (rows_and_columns if first.block == (1, -1) else square_blocks)(x, first, *outputs)
+    outputs = tuple(torch.full_like(each, 77) for each in step_by_step(x, first, again))
+    (rows_of_groups(x, None, first, outputs) if first.block == (1, -1) else square_blocks(x, first, outputs))()
     return outputs
 
 

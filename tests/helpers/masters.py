@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fp8compile.nn.convertible_layers import is_converted, weight_names
+from fp8compile import DelayedScaling
+from fp8compile._compat import local_itself
+from fp8compile.nn.convertible.convertible_layers import is_converted, weight_names
 
-__all__ = ["ByHand", "train"]
+__all__ = ["ByHand", "scaled_by_values", "train"]
 
 
 class ByHand:
@@ -49,3 +51,14 @@ def train(model, optimizer, steps, first=0):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@torch.no_grad()
+def scaled_by_values(model):
+    """Gives weights with delayed scaling the multipliers of new FP8 parameters; their own begin with 1."""
+    for layer in model.modules():
+        if is_converted(layer) and isinstance(quantizer := layer.recipe.weight, DelayedScaling):
+            whole = layer.weight.full_tensor() if hasattr(layer.weight, "full_tensor") else layer.weight
+            multiplier = local_itself(layer.multiplier)[1]
+            multiplier.copy_(quantizer.next_state(torch.zeros(2), torch.ones(()), whole.abs().max().float())[1])
+    return model

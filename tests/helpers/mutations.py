@@ -106,8 +106,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the state of delayed scaling follows one rank's amaxes",
-        f"{LAYER}/delayed_scaling_placements.py",
-        "amaxes = all_reduce_amax(amaxes, self.group)",
+        f"{LAYER}/delayed_linear.py",
+        "amaxes = all_reduce_amax(amaxes, ctx.amax_group)",
         "pass",
         ("tests/parallel/test_delayed_groups.py", "tests/parallel/test_delayed_ranks.py"),
     ),
@@ -120,8 +120,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the bias's gradient is summed over each rank's tokens alone",
-        f"{LAYER}/placements.py",
-        'return all_reduce(own, "sum", self.group) if parts_of_tokens else own',
+        f"{LAYER}/layer_sharding.py",
+        'return all_reduce(own, "sum", self.group) if has_some_tokens else own',
         "return own",
         ("tests/parallel/test_explicit_groups.py",),
     ),
@@ -162,7 +162,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank's summand stands for the sum",
-        f"{LAYER}/placements.py",
+        f"{LAYER}/layer_sharding.py",
         '            return all_reduce(local, "sum", self.group)',
         "            return local",
         ("tests/parallel/test_explicit_groups.py", "tests/parallel/test_tensor_parallel_grouped.py"),
@@ -183,7 +183,7 @@ MUTATIONS = (
     ),
     Mutation(
         "calls are shared that the partitioner treats unlike",
-        "fp8compile/inductor/partitioner_marks.py",
+        "fp8compile/_compat/once_a_graph.py",
         'return asked, is_void, *(traceback.current_meta.get(key) for key in ("recompute", "ac_graph_id"))',
         "return ()",
         ("tests/ops/test_once_a_graph.py",),

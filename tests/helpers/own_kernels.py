@@ -74,6 +74,21 @@ def _exp(x: Tensor) -> Tensor:
     return out
 
 
+@triton.jit
+def biased_kernel(x_ptr, bias_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, at < n)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + at, at < n)
+    tl.store(out_ptr + at, x, at < n)
+
+
+def without_bias(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    biased_kernel[(triton.cdiv(x.numel(), 64),)](x, None, out, x.numel(), BLOCK=64)
+    return out + y
+
+
 class _Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -16,11 +16,13 @@ from fp8compile.testing.gpu.program.interpreter import Interpreter
 @contextmanager
 def on_a_gpu(order: str = "forwards") -> Iterator[None]:
     """Ops run their kernels, interpreted, in memory that is full of 255 before it is written."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(mode=True)  # fills what is allocated
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(mode=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         with pretend_target(GPUS["h200"].target), Interpreter(Arithmetic()).active(order):
             assert torch.empty(1, dtype=torch.uint8) == 255
             yield
     finally:
-        torch.use_deterministic_algorithms(mode=before)
+        torch.use_deterministic_algorithms(mode=before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]

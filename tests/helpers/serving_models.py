@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fp8compile as f8
-from fp8compile.nn.convertible_layers import is_converted, layers, weight_names
+from fp8compile.nn.convertible.convertible_layers import is_converted, layers, weight_names
 from fp8compile.nn.experts.known_modules import as_it_lies
 
 __all__ = ["IDS", "MODELS", "RECIPES", "SMALL", "converted", "logits", "make", "wanted"]
@@ -37,6 +37,8 @@ def _classes(kind):
         return t.LlamaForCausalLM, t.LlamaConfig(**SMALL)
     if kind == "tied":
         return t.LlamaForCausalLM, t.LlamaConfig(**SMALL, tie_word_embeddings=True)
+    if kind == "qwen3":
+        return t.Qwen3ForCausalLM, t.Qwen3Config(**SMALL, head_dim=64)
     if kind.startswith("qwen3_moe"):
         count = 4 if kind.endswith("_4") else 3
         return t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=64, num_experts=count)

@@ -113,7 +113,7 @@ EIGHT = {
     "channel": channels,
     "mx": microscaled,
 }
-NAMES = {"fine_grained_fp8": (".weight", ".weight_scale_inv"), "torchao": ("._weight_qdata", "._weight_scale")}
+NAMES = {"fine_grained_fp8": (".weight", ".weight_scale_inv")}
 
 
 def read(form, kind, stored, name, *, nvfp4=two_levels_in_kernel):

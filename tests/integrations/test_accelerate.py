@@ -62,11 +62,11 @@ def steps(accelerator, model, optimizer, first, last):
     return losses
 
 
-def prepared(*, masters=False, sharded=False, plugin=None, **options):
+def prepared(*, recipe="rowwise", masters=False, sharded=False, plugin=None, **options):
     from fp8compile.integrations import accelerate as f8accelerate
 
     accelerator = accelerator_of(sharded=sharded, **(plugin or {}))
-    model = f8accelerate.convert(accelerator, llama(), f8.recipes.rowwise(), **options)
+    model = f8accelerate.convert(accelerator, llama(), f8.recipes.by_name(recipe), **options)
     if masters:
         optimizer = f8accelerate.MasterWeights(torch.optim.AdamW, model.parameters(), lr=3e-3)
     else:
@@ -90,12 +90,27 @@ def test_losses_are_those_of_a_model_converted_by_hand():
     assert losses == steps(accelerator, *prepared_by_hand, 0, STEPS)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_export_has_the_data_of_accelerates_forward(compiled, assert_bits_equal):
+    """Parameters are float32, and mixed_precision="bf16" makes autocast quantize copies in bfloat16."""
+    accelerator, model, optimizer = prepared()
+    if compiled:
+        model.compile(backend="aot_eager")
+    steps(accelerator, model, optimizer, 0, 1)
+    name = "model.layers.0.mlp.down_proj"
+    layer = model.get_submodule(name)
+    assert layer.weight.dtype == torch.float32
+    wanted = f8.quantize(layer.weight.detach().bfloat16(), layer.recipe.weight)
+    found = dict(f8.export.tensors(accelerator.unwrap_model(model), "compressed-tensors"))
+    assert_bits_equal(found[f"{name}.weight"].view(torch.uint8), wanted.codes)
+
+
 def test_a_model_that_was_prepared_before_is_refused():
     from fp8compile.integrations import accelerate as f8accelerate
 
     accelerator, model = accelerator_of(), llama()
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match=r"has prepared a model or an optimizer already\. Convert first"):
+    with pytest.raises(ValueError, match=r"has already prepared a model or an optimizer\. Call convert first"):
         f8accelerate.convert(accelerator, model, f8.recipes.rowwise())
 
 
@@ -136,7 +151,7 @@ def on_and_off(options):
     (losses, state, plain), (own, others, gathered) = found
     problems = [name for name, v in state.items() if difference(others[name].to_local(), v.to_local())]
     problems += [] if losses == own and len(losses) == STEPS else [f"losses {losses}, {own}"]
-    problems += [f"gathered {what!r}" for what in gathered if not what.startswith("codes")]
+    problems += [f"gathered {what!r}" for what in gathered if not what.startswith("quantized data")]
     return problems + ([] if plain == {""} else [f"gathered {plain}"])
 
 
@@ -207,22 +222,34 @@ def test_activation_checkpointing_of_the_plugin_is_known():
     assert shared_ranks().run(on_and_off, {"plugin": {"activation_checkpointing": True}}) == [[]] * 4
 
 
-def resumed(folder):
+def resumed(recipe, folder):
     with sharding_ranks():
-        accelerator, model, optimizer = prepared(sharded=True, masters=True, **MASTERS)
+        accelerator, model, optimizer = prepared(recipe=recipe, sharded=True, masters=True, **MASTERS)
+        gathered = {
+            row.gathered for row in f8.conversion_report(accelerator.unwrap_model(model)).rows if row.converted
+        }
         steps(accelerator, model, optimizer, 0, 2)
         accelerator.save_state(folder)
         expected = steps(accelerator, model, optimizer, 2, 4)
     with sharding_ranks():
-        accelerator, model, optimizer = prepared(sharded=True, masters=True, **MASTERS)
+        accelerator, model, optimizer = prepared(recipe=recipe, sharded=True, masters=True, **MASTERS)
         accelerator.load_state(folder)
-        return expected, steps(accelerator, model, optimizer, 2, 4)
+        return expected, steps(accelerator, model, optimizer, 2, 4), gathered
 
 
 @needs_groups
-def test_masters_resume_from_what_accelerate_saved(tmp_path):
-    for expected, found in shared_ranks().run(resumed, str(tmp_path)):
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "rowwise",
+        "blockwise",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensorwise", "delayed", "nvfp4")),
+    ],
+)
+def test_masters_resume_from_what_accelerate_saved(tmp_path, recipe):
+    for expected, found, gathered in shared_ranks().run(resumed, recipe, str(tmp_path)):
         assert found == expected
+        assert all(what.startswith("quantized data") for what in gathered), gathered
 
 
 def confused(whole):
@@ -240,9 +267,9 @@ def confused(whole):
 
 
 def without_the_integration(whole):
-    text = r"data_ptr of a QuantizedParameter.*convert by fp8compile\.integrations\.accelerate\.convert"
+    text = r"data_ptr of a QuantizedParameter.*convert the model with fp8compile\.integrations\.accelerate\.convert"
     if not whole:
-        text = r"are not those it was made of.*fp8compile\.integrations\.accelerate\.MasterWeights"
+        text = r"were replaced after the optimizer was created.*fp8compile\.integrations\.accelerate\.MasterWeights"
     with sharding_ranks(), pytest.raises(RuntimeError, match=text):
         confused(whole)
 

@@ -86,12 +86,6 @@ def module_of(*, shards=False, asks=False, masters=False, policy=None):
     return Module()
 
 
-OF_LIGHTNING = {
-    "F8HalfPrecision": {"precision": "bf16-true"},
-    "F8MixedPrecision": {"precision": "bf16-mixed", "device": "cpu"},
-}
-
-
 def plugin_of(kind, recipe=None, **options):
     from fp8compile.integrations import lightning as f8lightning
 
@@ -199,7 +193,7 @@ def test_the_monitor_is_attached_anew_behind_an_interrupted_fit(tmp_path):
     with pytest.raises(RuntimeError, match="out of memory"):
         monitored(module, monitor, tmp_path, **options)
     del Interrupted.on_before_zero_grad
-    with pytest.raises(RuntimeError, match="the model has a monitor already"):
+    with pytest.raises(RuntimeError, match="the model already has a monitor"):
         monitored(module, f8lightning.F8Monitor(every=2), tmp_path, **options)  # the monitor is another's
     assert [step for step, _ in monitored(module, monitor, tmp_path, **options)] == [1, 3]
 
@@ -226,6 +220,17 @@ def test_a_plugin_converts_and_trains_as_a_loop_by_hand(kind, tmp_path):
     assert all(row.converted for row in f8.conversion_report(module).rows)
 
 
+@pytest.mark.parametrize("kind", ["F8Precision", "F8MixedPrecision"])
+def test_an_export_has_the_data_of_lightnings_forward(kind, tmp_path, assert_bits_equal):
+    module = module_of()
+    fit(module, plugin_of(kind), str(tmp_path), steps=1)
+    layer, dtype = module.net[0][0], torch.bfloat16 if kind == "F8MixedPrecision" else torch.float32
+    assert layer.weight.dtype == torch.float32
+    wanted = f8.quantize(layer.weight.detach().to(dtype), layer.recipe.weight)
+    found = dict(f8.export.tensors(module.net, "compressed-tensors"))
+    assert_bits_equal(found["0.0.weight"].view(torch.uint8), wanted.codes)
+
+
 def test_a_plugin_takes_the_arguments_of_convert(tmp_path):
     module = module_of()
     fit(module, plugin_of("F8Precision", convert_options={"filter": "!net.1.2"}), str(tmp_path), steps=1)
@@ -248,7 +253,7 @@ def test_masters_train_and_resume_to_the_digit(tmp_path):
 def test_a_module_that_was_compiled_is_refused(tmp_path):
     module = module_of()
     module.net[0].compile()
-    with pytest.raises(ValueError, match=r"net\.0 went through torch\.compile already"):
+    with pytest.raises(ValueError, match=r"net\.0 is already compiled with torch\.compile"):
         fit(module, plugin_of("F8Precision"), str(tmp_path))
 
 
@@ -306,7 +311,7 @@ def on_and_off(kind, folder, policy):
             own = dict(other.named_parameters())[name]
             problems += [name] if difference(own.full_tensor().detach(), parameter.full_tensor().detach()) else []
     gathered = {row.gathered for row in f8.conversion_report(on).rows}
-    return problems + [f"gathered {what!r}" for what in gathered if not what.startswith("codes")]
+    return problems + [f"gathered {what!r}" for what in gathered if not what.startswith("quantized data")]
 
 
 @needs_groups
@@ -316,9 +321,9 @@ def test_codes_are_gathered_with_the_bits_of_values_and_a_run_resumes(kind, poli
 
 
 def refused(folder):
-    with pytest.raises(ValueError, match=r"net\.0.* went through fully_shard already.*configure_model"):
+    with pytest.raises(ValueError, match=r"net\.0.* was already sharded by fully_shard.*configure_model"):
         sharded(plugin_of("F8Precision"), folder, asks=False)
-    with pytest.raises(ValueError, match=r"autocast would cast weights.*Take F8Precision"):
+    with pytest.raises(ValueError, match=r"autocast would cast weights.*Use F8Precision"):
         sharded(plugin_of("F8MixedPrecision"), folder)
 
 

@@ -221,9 +221,9 @@ def test_a_step_is_one_graph_that_stays(config):
 
 
 def test_what_is_not_taken_is_said():
-    with pytest.raises(TypeError, match="register: config is a int"):
+    with pytest.raises(TypeError, match="register: `config` is a int"):
         f8peft.register(1)
-    with pytest.raises(ValueError, match="merge_to is 'bf16'; it is 'codes' or 'values'"):
+    with pytest.raises(ValueError, match="`merge_to` is 'bf16'; it must be 'codes' or 'values'"):
         f8peft.register(peft.LoraConfig(), merge_to="bf16")
 
 
@@ -243,7 +243,7 @@ def losses_under_fsdp2(name, use_dora):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     found = trained(model)
-    with pytest.raises(RuntimeError, match="spread over ranks"):
+    with pytest.raises(RuntimeError, match="is sharded over ranks"):
         model.merge_adapter()
     return found == expected or (found, expected)
 

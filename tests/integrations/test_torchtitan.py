@@ -45,8 +45,8 @@ def integration():
 @pytest.mark.parametrize(
     ("installed", "text"),
     [
-        (None, r"knows torchtitan 0\.3\.0, and none is installed\. Install torchtitan==0\.3\.0"),
-        ("0.2.1", r"knows torchtitan 0\.3\.0; 0\.2\.1 is installed"),
+        (None, r"supports torchtitan 0\.3\.0, but torchtitan is not installed\. Install torchtitan==0\.3\.0"),
+        ("0.2.1", r"supports torchtitan 0\.3\.0, but 0\.2\.1 is installed"),
         ("0.4.0.dev20261101", r"0\.4\.0\.dev20261101 is installed"),
     ],
 )
@@ -178,7 +178,7 @@ def test_every_rank_has_the_state_of_delayed_scaling(own_process):
 def refused():
     f8titan = integration()
     config = config_of("llama3", f8.recipes.rowwise())
-    with pytest.raises(ValueError, match="this config is converted already"):
+    with pytest.raises(ValueError, match="this config is already converted"):
         f8titan.convert(config, f8.recipes.rowwise())
     config.model_spec = None
     with pytest.raises(ValueError, match="has no model_spec"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,18 @@ def test_the_callback_converts_prints_and_trains_as_a_model_converted_before(tmp
     assert losses != losses_of(trainer_of(str(tmp_path), [], save_strategy="no"))
 
 
+def test_an_export_has_the_data_of_the_trainers_forward(tmp_path, assert_bits_equal):
+    """Parameters are float32, and bf16=True makes autocast quantize copies in bfloat16."""
+    trainer = trainer_of(str(tmp_path), [callback(filter="!lm_head")], save_strategy="no")
+    losses_of(trainer)
+    name = "model.layers.0.mlp.down_proj"
+    layer = trainer.model.get_submodule(name)
+    assert layer.weight.dtype == torch.float32
+    wanted = f8.quantize(layer.weight.detach().bfloat16(), layer.recipe.weight)
+    found = dict(f8.export.tensors(trainer.model, "compressed-tensors"))
+    assert_bits_equal(found[f"{name}.weight"].view(torch.uint8), wanted.codes)
+
+
 def test_the_monitor_callback_logs_readings_by_the_trainer(tmp_path):
     from fp8compile.integrations import transformers as f8transformers
 
@@ -150,7 +163,7 @@ def test_the_monitor_callback_is_attached_anew_where_the_trainer_begins_again(tm
     read = [entry for entry in trainer.state.log_history if any(name.startswith("fp8/") for name in entry)]
     assert [entry["step"] for entry in read] == [1, 3]
     others = f8.Monitor(trainer.model)
-    with pytest.raises(RuntimeError, match="the model has a monitor already"):
+    with pytest.raises(RuntimeError, match="the model already has a monitor"):
         trainer.train()
     others.remove()
 
@@ -186,14 +199,14 @@ def test_an_optimizer_of_parameters_that_are_replaced_is_refused(tmp_path):
 def test_a_model_that_was_compiled_is_refused(tmp_path):
     model = llama()
     model.model.layers[0].compile()
-    with pytest.raises(ValueError, match=r"went through torch\.compile already"):
+    with pytest.raises(ValueError, match=r"is already compiled with torch\.compile"):
         trainer_of(str(tmp_path), [callback()], model=model)
 
 
 def test_a_callback_that_came_too_late_is_refused(tmp_path):
     trainer = trainer_of(str(tmp_path), [], save_strategy="no")
     trainer.add_callback(callback())
-    with pytest.raises(ValueError, match=r"nothing in FP8.*callbacks=\[\.\.\.\], not by add_callback"):
+    with pytest.raises(ValueError, match=r"no FP8 layers.*callbacks=\[\.\.\.\] instead of calling add_callback"):
         trainer.train()
 
 
@@ -205,7 +218,7 @@ def test_a_model_that_is_made_when_training_begins_is_refused(tmp_path):
         model_init=lambda: llama(), args=arguments, train_dataset=Batches(), callbacks=[callback()], model=None
     )
     assert any(row.converted for row in f8.conversion_report(trainer.model).rows)
-    with pytest.raises(ValueError, match=r"With model_init= the Trainer makes another model.*convert in model_init"):
+    with pytest.raises(ValueError, match=r"With model_init=, the Trainer creates another.*convert in model_init"):
         trainer.train()
 
 
@@ -219,7 +232,7 @@ def test_codes_are_not_gathered_by_version_1_of_fsdp():
         conversion = Conversion(recipe=f8.recipes.rowwise(), gather=gather, options={})
         layer = torch.nn.Sequential(torch.nn.Linear(32, 32))
         if gather:
-            with pytest.raises(ValueError, match=r"fsdp_version 1.*Take fsdp_version 2"):
+            with pytest.raises(ValueError, match=r"fsdp_version 1.*Use fsdp_version 2"):
                 f8accelerate.converted(conversion, layer, state, checkpointed=False)
             assert type(layer[0]) is torch.nn.Linear
         else:
@@ -234,7 +247,7 @@ def test_an_optimizer_that_is_made_of_the_model_has_no_masters(tmp_path, monkeyp
 
     arguments = arguments_of(str(tmp_path), sharded=False, optim="sgd")
     monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", lambda args: (lambda: None, {}))
-    with pytest.raises(TypeError, match=r"optim=.*sgd.* makes its optimizer of the model"):
+    with pytest.raises(TypeError, match=r"optim=.*sgd.* creates its optimizer from the model"):
         f8transformers.master_weights(arguments)
 
 
@@ -270,7 +283,7 @@ def gathers_and_resumes(folder, options):
     )
     assert off[2] == {""}
     assert on[2]
-    assert all(what.startswith("codes") for what in on[2]), on[2]
+    assert all(what.startswith("quantized data") for what in on[2]), on[2]
     return what_differs(off, on) + what_differs(on, resumed)
 
 
@@ -345,7 +358,7 @@ def test_a_resume_without_experts_warns(tmp_path, known):
     if known:
         callback.on_train_begin(args, state, None, model=model)
     else:
-        with pytest.warns(UserWarning, match=r"experts under other names .* from_pretrained"):
+        with pytest.warns(UserWarning, match="experts under different names .* from_pretrained"):
             callback.on_train_begin(args, state, None, model=model)
 
 
@@ -386,13 +399,28 @@ def test_files_are_not_read_without_converted_experts(tmp_path):
     callback.on_train_begin(SimpleNamespace(output_dir=str(tmp_path)), state, None, model=model)
 
 
-def test_ranks_that_fell_back_from_fsdp_warn(monkeypatch):
+@pytest.mark.parametrize("by", ["callback", "accelerate"])
+@pytest.mark.parametrize(("asked", "ranks"), [("true", 2), ("True", 2), ("true", 1), (None, 2)])
+def test_ranks_that_fell_back_from_fsdp_warn(asked, ranks, by, monkeypatch):
+    """`accelerate launch` with an FSDP yaml asks by the environment alone, and so does a plugin."""
+    from fp8compile.integrations import accelerate as f8accelerate
     from fp8compile.integrations import transformers as f8transformers
 
-    run = SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_CPU, mixed_precision="no")
+    kind, model = DistributedType.MULTI_CPU, torch.nn.Sequential(torch.nn.Linear(32, 32))
+    run = SimpleNamespace(num_processes=ranks, distributed_type=kind, is_fsdp2=False, mixed_precision="no")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    if asked:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
     monkeypatch.setattr(f8transformers, "AcceleratorState", lambda: run)
-    monkeypatch.setattr(f8transformers, "converted", lambda *args, **kwargs: None)
-    monkeypatch.setattr(f8transformers, "fsdp2_plugin", lambda run: None)
-    args = SimpleNamespace(fsdp=True, activation_checkpointing=False)
-    with pytest.warns(UserWarning, match="accelerate runs MULTI_CPU"):
-        f8transformers.F8Callback(f8.recipes.rowwise()).on_init_end(args, None, None, model=None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if by == "callback":
+            args = SimpleNamespace(fsdp=None, activation_checkpointing=False)
+            f8transformers.F8Callback(f8.recipes.rowwise()).on_init_end(args, None, None, model=model)
+        else:
+            accelerator = SimpleNamespace(_models=[], _optimizers=[], state=run)
+            f8accelerate.convert(accelerator, model, f8.recipes.rowwise())
+    assert type(model[0]) is f8.Linear
+    texts = [str(each.message) for each in said]
+    assert len(texts) == (1 if asked and ranks > 1 else 0)
+    assert all("but accelerate runs MULTI_CPU: nothing is sharded" in text for text in texts)

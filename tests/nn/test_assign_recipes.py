@@ -11,6 +11,9 @@ import fp8compile as f8
 ROW, TENSOR, DELAYED = f8.recipes.rowwise(), f8.recipes.tensorwise(), f8.recipes.delayed(history=4)
 
 
+many_ends = pytest.mark.filterwarnings("ignore:convert. keep_ends=")
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -84,14 +87,16 @@ def test_a_shared_layer_is_one_layer():
         (9, set(recipes_of(Model()))),
     ],
 )
-@pytest.mark.filterwarnings("ignore:convert. no linear is converted")
+@many_ends
+@pytest.mark.filterwarnings("ignore:convert. no linear layer was converted")
 def test_the_ends_stay_as_they_are(count, left):
     model = f8.convert(Model(), ROW, keep_ends=count)
     assert set(recipes_of(model)) - converted(model) == left
     reasons = {row.reason for row in f8.conversion_report(model).rows if row.fqn in left}
-    assert reasons == ({f"at an end of the model (keep_ends={count})"} if left else set())
+    assert reasons == ({f"at one end of the model (keep_ends={count})"} if left else set())
 
 
+@many_ends
 def test_without_a_stack_each_linear_is_a_block():
     class Plain(nn.Module):
         def __init__(self):
@@ -102,11 +107,40 @@ def test_without_a_stack_each_linear_is_a_block():
     assert converted(f8.convert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), ROW, keep_ends=1)) == {"1", "2"}
 
 
-def test_the_largest_stack_is_the_one_that_counts():
-    model = nn.ModuleDict(
-        {"a": nn.ModuleList(Block() for _ in range(2)), "b": nn.ModuleList(Block() for _ in range(3))}
-    )
-    assert converted(f8.convert(model, ROW, keep_ends=1)) == {"b.1.up", "b.1.down"}
+class EncoderDecoder(nn.Module):
+    """Blocks with lists of their own, a projector between encoder and decoder, and two heads."""
+
+    def __init__(self, encoder, decoder):
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.ModuleDict({"of": nn.ModuleList((Block(), Block()))}) for _ in range(encoder))
+        self.project = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        self.decoder = nn.Sequential(*(Block() for _ in range(decoder)))
+        self.heads = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+
+def blocks_in_fp8(model):
+    return {".".join(fqn.split(".")[:2]) for fqn in converted(model)}
+
+
+@many_ends
+def test_the_ends_of_each_list_of_blocks_stay_and_what_is_outside_of_lists():
+    model = f8.convert(EncoderDecoder(4, 3), ROW, keep_ends=1)
+    assert blocks_in_fp8(model) == {"encoder.1", "encoder.2", "decoder.1"}
+
+
+def test_a_tail_counts_the_blocks_of_all_lists():
+    """A large encoder took the whole decoder into the tail: it was the only list that was counted."""
+    assert blocks_in_fp8(f8.convert(EncoderDecoder(6, 4), ROW, tail=0.2)) == {
+        *(f"encoder.{block}" for block in range(6)), "project.0", "project.2", "decoder.0", "decoder.1",
+    }  # fmt: skip
+    in_tail = {"decoder.0", "decoder.1", "project.0", "project.2"}
+    assert blocks_in_fp8(f8.convert(EncoderDecoder(6, 2), ROW, tail=0.3)).isdisjoint(in_tail)
+
+
+def test_keep_ends_warns_if_more_than_a_third_of_the_layers_stays():
+    f8.convert(Model(blocks=8), ROW, keep_ends=1)  # 6 of 18
+    with pytest.warns(UserWarning, match=r"keep_ends=1 leaves 6 of 16 layers in high precision: the ends"):
+        f8.convert(Model(blocks=7), ROW, keep_ends=1)
 
 
 def test_layers_with_and_without_state_go_together():
@@ -122,7 +156,7 @@ def test_the_same_again_changes_nothing():
     model = f8.convert(Model(), wanted)
     before = recipes_of(model)
     assert recipes_of(f8.convert(model, wanted)) == before
-    with pytest.raises(ValueError, match=r"layers\.0\.down is converted already, with another recipe"):
+    with pytest.raises(ValueError, match=r"layers\.0\.down is already converted, with another recipe"):
         f8.convert(model, ROW)
 
 
@@ -132,15 +166,28 @@ def test_the_same_again_changes_nothing():
         (
             {"recipe": {"layer.*": ROW}},
             ValueError,
-            "the pattern 'layer.\\*' matches none of the model's linears: embed",
+            r"the pattern 'layer.\*' matches no linear layer: embed",
         ),
-        ({"recipe": {0: ROW}}, TypeError, "a key of recipe is 0; it is a name pattern"),
-        ({"recipe": {"*": "rowwise"}}, TypeError, "convert: '\\*': recipe is 'rowwise'; it is a fp8compile.Recipe"),
-        ({"recipe": lambda module, fqn: "rowwise"}, TypeError, "convert: for 'embed': recipe is 'rowwise'"),
-        ({"recipe": "rowwise"}, TypeError, "convert: recipe is 'rowwise'; it is a fp8compile.Recipe"),
-        ({"recipe": f8.Recipe}, TypeError, "convert: recipe is <class"),
-        ({"recipe": ROW, "keep_ends": -1}, ValueError, "keep_ends is -1; it is how many blocks"),
-        ({"recipe": ROW, "keep_ends": True}, ValueError, "keep_ends is True; it is how many blocks"),
+        ({"recipe": {0: ROW}}, TypeError, "a key of `recipe` is 0; it must be a string pattern, such as 'layers.*'"),
+        (
+            {"recipe": {"*": "rowwise"}},
+            TypeError,
+            r"convert: '\*': `recipe` is 'rowwise'; it must be a "
+            r"fp8compile.Recipe",
+        ),
+        ({"recipe": lambda module, fqn: "rowwise"}, TypeError, "convert: for 'embed': `recipe` is 'rowwise'"),
+        ({"recipe": "rowwise"}, TypeError, "convert: `recipe` is 'rowwise'; it must be a fp8compile.Recipe"),
+        ({"recipe": f8.Recipe}, TypeError, "convert: `recipe` is <class"),
+        (
+            {"recipe": ROW, "keep_ends": -1},
+            ValueError,
+            "`keep_ends` is -1; it must be an int of at least 0, the number of blocks",
+        ),
+        (
+            {"recipe": ROW, "keep_ends": True},
+            ValueError,
+            "`keep_ends` is True; it must be an int of at least 0, the number of blocks",
+        ),
     ],
     ids=["pattern", "key", "value", "function", "text", "class", "negative", "bool"],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -110,7 +111,7 @@ def made(monkeypatch):
     calls, plain = [], make_weight_codes._set
 
     def counting(*args):
-        calls.append(args)
+        calls.append(None)  # and not its arguments, which have the memory of weights
         return plain(*args)
 
     monkeypatch.setattr(make_weight_codes, "_set", counting)
@@ -151,27 +152,31 @@ def test_a_graph_that_reads_codes_runs_in_all_steps_and_one_more_where_somebody_
     assert graphs(3) == 0
 
 
-def kinds_of_a_graph(model):
-    nodes = []
+def know_codes(graph):
+    """Of each layer of a graph, whether it is given the weight's codes."""
+    return [bool(node.args[4]) for node in graph.nodes if node.target is f8.ops.linear]
+
+
+def layers_of_a_graph(model):
+    found = []
 
     def backend(graph, _):
-        nodes.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        found.extend(know_codes(graph.graph))
         return graph.forward
 
     torch._dynamo.reset()
     torch.compile(model, fullgraph=True, backend=backend)(tokens(0))
-    return nodes
+    return found
 
 
-def test_the_graph_has_an_op_of_its_own_and_the_one_of_before_where_codes_are_stale():
+def test_a_layer_in_the_graph_is_given_codes_unless_they_are_stale():
     model = model_of()
-    assert kinds_of_a_graph(model).count(f8.ops.known_codes_linear) == 4
+    assert layers_of_a_graph(model) == [True] * 4
     with torch.no_grad():
         model[0].up.weight.mul_(0.5)
-    nodes = kinds_of_a_graph(model)
-    assert (nodes.count(f8.ops.known_codes_linear), nodes.count(f8.ops.linear)) == (3, 1)
+    assert sorted(layers_of_a_graph(model)) == [False, True, True, True]
     f8.renew_weight_codes(model)
-    assert kinds_of_a_graph(model).count(f8.ops.known_codes_linear) == 4
+    assert layers_of_a_graph(model) == [True] * 4
 
 
 @pytest.mark.parametrize("way", COMPILED)
@@ -197,6 +202,115 @@ def test_what_no_version_counts_is_seen_after_a_step_or_if_one_says_so(way):
         assert [p._version for p in model.parameters()] == versions
         found.append([*one, *two, *micro_batch(call, 0)])
     assert same(*found)
+
+
+class Two(nn.Module):
+    """Two layers with weights of one shape; the first one may be an embedding."""
+
+    def __init__(self, first=nn.Linear):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Embedding(64, 64) if first is nn.Embedding else nn.Linear(64, 64, bias=False)
+        self.b = nn.Linear(64, 64, bias=False)
+        self.to(torch.bfloat16)
+
+    def cached(self, *, is_cached):
+        return f8.convert(self, recipe_of("rowwise", cached=is_cached), filter="*")
+
+
+def assigned(first, *, is_cached):
+    """Layers tied by nothing but the memory that a file gives to both."""
+    tied, file = Two(first), io.BytesIO()
+    tied.b.weight = tied.a.weight
+    torch.save(tied.state_dict(), file)
+    file.seek(0)
+    model = Two(first).cached(is_cached=is_cached)
+    model.load_state_dict(torch.load(file), assign=True)
+    return model, model.a.weight
+
+
+def sharing_data(*, is_cached):
+    model = Two()
+    model.b.weight.data = model.a.weight.data
+    return model.cached(is_cached=is_cached), model.a.weight
+
+
+def views_of_a_vector(*, is_cached):
+    model = Two()
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    return model.cached(is_cached=is_cached), nn.Parameter(vector)
+
+
+def mapped_twice(*, is_cached):
+    """As another process has it, with a storage of its own."""
+    model = Two()
+    with tempfile.NamedTemporaryFile() as file:
+        first, other = (torch.from_file(file.name, shared=True, size=64 * 64, dtype=torch.bfloat16) for _ in range(2))
+    first.copy_(model.a.weight.detach().flatten())
+    model.a.weight = nn.Parameter(first.view(64, 64))
+    return model.cached(is_cached=is_cached), nn.Parameter(other)
+
+
+SHARED = {
+    "assigned": lambda **options: assigned(nn.Linear, **options),
+    "assigned with an embedding": lambda **options: assigned(nn.Embedding, **options),
+    ".data": sharing_data,
+    "a flat buffer": views_of_a_vector,
+    "another process": mapped_twice,
+}
+
+
+@torch.no_grad()
+def write(parameter):
+    parameter.mul_(1.5)
+
+
+def step(parameter):
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5).step()
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("written", [write, step])
+@pytest.mark.parametrize("case", SHARED)
+def test_a_write_to_another_tensor_with_the_memory_of_a_weight_is_seen(case, written, way):
+    found = []
+    for is_cached in (False, True):
+        torch._dynamo.reset()
+        model, other = SHARED[case](is_cached=is_cached)
+        calls = [COMPILED[way](each) for each in (model.a, model.b) if isinstance(each, f8.Linear)]
+        found.append([each for call in calls for each in micro_batch(call, 0)])
+        for _ in range(2):
+            written(other)
+            found[-1] += [each for call in calls for each in micro_batch(call, 0)]
+    assert same(*found)
+
+
+def test_codes_are_kept_again_when_nothing_else_has_the_memory_and_are_then_of_what_was_written(monkeypatch):
+    calls, model = made(monkeypatch), model_of("tensorwise")
+    micro_batch(model, 0)
+    held = model.state_dict()
+    first = [micro_batch(model, 0) for _ in range(2)]
+    assert len(calls) == 4  # the layers' own products make them
+    assert known_to_hold(model) == 0
+    for each in held.values():
+        each.data.mul_(1.5)
+    del held, each
+    second = [micro_batch(model, 0) for _ in range(2)]
+    assert len(calls) == 4 + 4
+    assert known_to_hold(model) == 4
+    plain = model_of("tensorwise", cached=False)
+    expected = micro_batch(plain, 0)
+    for each in plain.parameters():
+        each.data.mul_(1.5)
+    assert all(same(each, expected) for each in first)
+    assert all(same(each, micro_batch(plain, 0)) for each in second)
+
+
+def known_to_hold(model):
+    """How many weights have codes that layers read."""
+    return sum(codes_beside(each).holds() for each in model.parameters() if codes_beside(each) is not None)
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
@@ -282,22 +396,24 @@ def test_a_monitor_reads_the_same_with_cached_weights():
 
 def test_what_keeps_no_codes_raises_by_name():
     layers = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(ValueError, match="cache_weights, and the weight has delayed scaling"):
+    with pytest.raises(
+        ValueError, match="cache_weights is not supported for this layer, because the weight uses delayed scaling"
+    ):
         f8.convert(layers, recipe_of("delayed"))
     high = replace(f8.recipes.nvfp4(backward="bf16"), cache_weights=True)
-    with pytest.raises(ValueError, match="leaves a product of the weight in high precision"):
+    with pytest.raises(ValueError, match="leaves a GEMM of the weight in high precision"):
         f8.convert(layers, high)
-    with pytest.raises(TypeError, match="cache_weights is 1"):
+    with pytest.raises(TypeError, match="`cache_weights` is 1"):
         replace(f8.recipes.rowwise(), cache_weights=1)
     pair = nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 64)})
-    with pytest.raises(ValueError, match="layers share an outer scale"):
+    with pytest.raises(ValueError, match="layers share a global scale"):
         f8.convert(pair, recipe_of("tensorwise"), share_outer_scale=[("q_proj", "k_proj")])
 
 
 def test_renewing_codes_of_a_model_without_any_raises():
     with pytest.raises(ValueError, match="no layer of the model has a recipe with cache_weights"):
         f8.renew_weight_codes(model_of(cached=False))
-    with pytest.raises(TypeError, match="renew_weight_codes: model is a dict"):
+    with pytest.raises(TypeError, match="renew_weight_codes: `model` is a dict"):
         f8.renew_weight_codes({})
 
 
@@ -349,7 +465,7 @@ def test_codes_are_freed_with_their_weight():
 
 def test_another_forward_that_reads_values_is_refused():
     model = model_of()
-    with pytest.raises(ValueError, match="cache_weights, and the recipe leaves a product of the weight"):
+    with pytest.raises(ValueError, match="cache_weights, but the recipe leaves a GEMM of the weight"):
         f8.set_recipe(model, forward=None)
     f8.set_recipe(model, forward=f8.recipes.tensorwise())
     plain = f8.set_recipe(model_of(cached=False), forward=f8.recipes.tensorwise())
@@ -419,7 +535,7 @@ def test_an_exported_program_makes_its_own_codes():
     y = model(x)
     for strict in (False, True):
         program = torch.export.export(model, (x,), strict=strict)
-        assert not [node for node in program.graph.nodes if node.target is f8.ops.known_codes_linear]
+        assert know_codes(program.graph) == [False] * 4
         assert torch.equal(program.module()(x), y)
 
 

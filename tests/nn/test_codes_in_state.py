@@ -32,7 +32,11 @@ def test_codes_of_another_format_raise_and_change_nothing(assert_bits_equal):
     model, state = model_of(tensorwise("e5m2")), model_of(tensorwise("e4m3"), seed=1).state_dict()
     before = model[0].weight.codes.clone()
     for each in (state, through_a_file(state)):
-        with pytest.raises(RuntimeError, match=r"0\.weight has codes of e4m3 .*; the recipe here has e5m2 .* values"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"0\.weight was quantized as e4m3 .*, but the recipe of this model "
+            r"has e5m2 .* dequantized",
+        ):
             model.load_state_dict(each)
     assert_bits_equal(model[0].weight.codes, before)
 
@@ -62,3 +66,16 @@ def test_a_state_that_does_not_say_what_its_codes_mean_loads(assert_bits_equal):
     model, back = model_of(tensorwise("e4m3"), seed=1), model_of(tensorwise("e4m3"))
     back.load_state_dict(dict(model.state_dict()))
     assert_bits_equal(back[1].weight.codes, model[1].weight.codes)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "nvfp4"])
+def test_a_scale_of_another_shape_raises_and_leaves_the_weight_as_it_was(recipe, assert_bits_equal):
+    recipe = f8.recipes.by_name(recipe)
+    model, state = model_of(recipe), model_of(recipe, seed=1).state_dict()
+    before = {key: each.clone() for key, each in model[0].state_dict().items() if key.startswith("weight")}
+    last = next(reversed(before))
+    state[f"0.{last}"] = torch.ones(3, 5, 7)
+    with pytest.raises(RuntimeError, match=rf"0\.{last} has shape \(3, 5, 7\)"):
+        model.load_state_dict(state)
+    for key, each in before.items():
+        assert_bits_equal(model[0].state_dict()[key], each, key)

@@ -151,8 +151,8 @@ def test_convert_again_with_another_recipe_raises_and_changes_nothing():
     with pytest.raises(ValueError, match="another recipe") as caught:
         f8.convert(model, OTHER)
     assert str(caught.value) == (
-        "convert: 1 is converted already, with another recipe. Call fp8compile.revert(model) first, or leave it out "
-        "by the filter."
+        "convert: 1 is already converted, with another recipe. Call fp8compile.revert(model) first, or exclude it "
+        "with the filter."
     )
     assert all(a is b for a, b in zip(model.modules(), before, strict=True))
     assert kinds(model) == {"0": nn.Linear, "1": f8.Linear}
@@ -161,7 +161,7 @@ def test_convert_again_with_another_recipe_raises_and_changes_nothing():
 def test_convert_again_that_asks_for_what_a_layer_has_not_raises_and_changes_nothing():
     model = f8.convert(mlp(), RECIPE, filter="0")
     for options in ({}, {"keep_initial": True, "strict": True}):
-        with pytest.raises(ValueError, match="0 is converted already, and its weights are values"):
+        with pytest.raises(ValueError, match="0 is already converted, and its weights are in high precision"):
             f8.convert(model, RECIPE, quantized_parameters=True, **options)
     assert kinds(model) == {"0": f8.Linear, "2": nn.Linear}
     f8.convert(model, RECIPE, quantized_parameters=True, filter="2")
@@ -222,17 +222,19 @@ def raised(*args, **kwargs):
 
 def test_recipe_given_as_a_string_raises_naming_by_name():
     assert raised(mlp(), "rowwise") == (
-        "TypeError: convert: recipe is 'rowwise'; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
-        "fp8compile.recipes.by_name('rowwise')."
+        "TypeError: convert: `recipe` is 'rowwise'; it must be a fp8compile.Recipe, such as "
+        "fp8compile.recipes.rowwise() or fp8compile.recipes.by_name('rowwise')."
     )
 
 
 def test_recipe_function_that_was_not_called_raises():
-    assert "TypeError: convert: recipe is <function rowwise at" in raised(mlp(), f8.recipes.rowwise)
+    assert "TypeError: convert: `recipe` is <function rowwise at" in raised(mlp(), f8.recipes.rowwise)
 
 
 def test_something_that_is_no_module_raises():
-    assert raised([nn.Linear(32, 32)], RECIPE) == "TypeError: convert: model is a list; it is a torch.nn.Module."
+    assert raised([nn.Linear(32, 32)], RECIPE) == (
+        "TypeError: convert: `model` is a list; it must be a torch.nn.Module."
+    )
 
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.Conv2d(32, 32, 1)], ids=lambda m: type(m).__name__)
@@ -266,8 +268,8 @@ def test_model_that_was_compiled_already_raises_and_changes_nothing(make):
     model, where = make()
     before = kinds(model)
     assert raised(model, RECIPE) == (
-        f"ValueError: convert: {where} went through torch.compile already. Convert first, compile what convert "
-        f"returns."
+        f"ValueError: convert: {where} is already compiled with torch.compile. Call convert first, then compile the "
+        "model that it returns."
     )
     assert kinds(model) == before
 

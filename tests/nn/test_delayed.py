@@ -130,14 +130,18 @@ def test_each_nan_and_inf_becomes_nan_and_finite_overflow_saturates(format, dtyp
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"format": "e2m1"}, "format is 'e2m1'; it is 'e4m3' or 'e5m2'"),
-        ({"block": (1, -1)}, r"block is \(1, -1\); it is \(-1, -1\), for the history is that of a whole tensor"),
-        ({"history": 0}, "history is 0; it is a number of steps, 1 or more"),
-        ({"history": True}, "history is True; it is a number of steps"),
-        ({"algorithm": "mean"}, "algorithm is 'mean'; it is 'max' or 'most_recent'"),
-        ({"margin": -1}, "margin is -1; it is an int from 0 to 8"),
-        ({"margin": 9}, "margin is 9; it is an int from 0 to 8"),
-        ({"margin": 1.0}, "margin is 1.0; it is an int from 0 to 8"),
+        ({"format": "e2m1"}, "`format` is 'e2m1'; it must be 'e4m3' or 'e5m2'"),
+        (
+            {"block": (1, -1)},
+            r"`block` is \(1, -1\); it must be \(-1, -1\), because the history stores one amax "
+            r"for the full tensor",
+        ),
+        ({"history": 0}, "`history` is 0; it must be an int of at least 1"),
+        ({"history": True}, "`history` is True; it must be an int of at least"),
+        ({"algorithm": "mean"}, "`algorithm` is 'mean'; it must be 'max' or 'most_recent'"),
+        ({"margin": -1}, "`margin` is -1; it must be an int from 0 to 8"),
+        ({"margin": 9}, "`margin` is 9; it must be an int from 0 to 8"),
+        ({"margin": 1.0}, "`margin` is 1.0; it must be an int from 0 to 8"),
     ],
 )
 def test_a_field_of_another_kind_raises(arguments, says):
@@ -156,17 +160,19 @@ def test_with_the_largest_margin_every_finite_amax_has_a_finite_scale():
 
 def test_two_slots_of_one_tensor_need_one_quantizer():
     four, e5m2 = f8.DelayedScaling(history=4), f8.DelayedScaling(history=4, format="e5m2")
-    with pytest.raises(ValueError, match=r"Recipe: grad_output has one history, and grad_output and grad_output_for"):
+    with pytest.raises(
+        ValueError, match="Recipe: grad_output has only one history, but grad_output and grad_output_for"
+    ):
         f8.Recipe(
             grad_output=four, weight_for_grad_input=four, grad_output_for_grad_weight=e5m2, input_for_grad_weight=four
         )
     for other in (f8.DelayedScaling(history=5), f8.DelayedScaling(history=4, algorithm="most_recent")):
-        with pytest.raises(ValueError, match=r"Give every DelayedScaling of a recipe the same two"):
+        with pytest.raises(ValueError, match="Use the same two for every DelayedScaling of a recipe"):
             f8.Recipe(input=four, weight=other)
 
 
 def test_a_tensor_by_itself_has_no_delayed_scale():
-    with pytest.raises(RuntimeError, match=r"DelayedScaling: its scale comes from the steps before.*CurrentScaling"):
+    with pytest.raises(RuntimeError, match=r"DelayedScaling: its scale comes from previous steps and.*CurrentScaling"):
         f8.quantize(torch.randn(4, 4), f8.DelayedScaling())
 
 
@@ -185,7 +191,7 @@ def test_without_a_state_it_raises(backend):
 
     fn = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
     with pytest.raises(
-        Exception, match=r"the recipe has delayed scaling, whose scales come from the steps before.*state="
+        Exception, match=r"the recipe uses delayed scaling, whose scales come from previous steps.*state="
     ):
         fn(*layer())
 
@@ -193,8 +199,8 @@ def test_without_a_state_it_raises(backend):
 @pytest.mark.parametrize(
     ("recipe", "state", "error", "says"),
     [
-        (RECIPE, FRESH, TypeError, "(?s)linear: state is .*; it is a fp8compile.DelayedState"),
-        (f8.recipes.rowwise(), f8.DelayedState(*FRESH), ValueError, "the recipe has no delayed scaling. Leave it out"),
+        (RECIPE, FRESH, TypeError, "(?s)linear: `state` is .*; it must be a fp8compile.DelayedState"),
+        (f8.recipes.rowwise(), f8.DelayedState(*FRESH), ValueError, "the recipe has no delayed scaling. Omit state"),
         (
             f8.recipes.delayed(),
             f8.DelayedState(*FRESH),
@@ -202,7 +208,7 @@ def test_without_a_state_it_raises(backend):
             r"amax_history of the state is \(3, 4\).*\(3, 1024\)",
         ),
         (RECIPE, f8.DelayedState(FRESH[0], torch.ones(3).half()), ValueError, "multiplier of the state is .*float16"),
-        (RECIPE, f8.DelayedState(FRESH[0], torch.ones(3).requires_grad_()), ValueError, "requires grad.*Detach it"),
+        (RECIPE, f8.DelayedState(FRESH[0], torch.ones(3).requires_grad_()), ValueError, ".*Call .detach.. on it"),
     ],
 )
 def test_a_state_that_is_not_the_recipes_raises(recipe, state, error, says):
@@ -211,9 +217,9 @@ def test_a_state_that_is_not_the_recipes_raises(recipe, state, error, says):
 
 
 def test_a_state_needs_a_recipe_with_delayed_scaling_and_a_group():
-    with pytest.raises(ValueError, match=r"DelayedState: no slot of the recipe holds a DelayedScaling"):
+    with pytest.raises(ValueError, match="DelayedState: the recipe contains no DelayedScaling"):
         f8.DelayedState.initial(f8.recipes.rowwise())
-    with pytest.raises(TypeError, match=r"DelayedState: the group is 'pair'; it is a torch.distributed.ProcessGroup"):
+    with pytest.raises(TypeError, match=r"DelayedState: a group must be a ProcessGroup, .* got 'pair'"):
         f8.DelayedState.initial(RECIPE, group="pair")
 
 
@@ -314,7 +320,7 @@ def test_transforms_that_can_not_write_to_the_state_say_what_to_do(name, backend
         return LOSSES[name](lambda x: f8.linear(x, weight, recipe=RECIPE, state=state), x)
 
     fn = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
-    with pytest.raises(Exception, match=r"(?s)a backward writes to the state of delayed scaling.*Call backward\(\)"):
+    with pytest.raises(Exception, match=r"(?s)the backward updates the state of delayed scaling.*Call backward\(\)"):
         fn(x.detach())
     assert not state.amax_history.any()
 
@@ -362,7 +368,7 @@ def test_checkpointing_that_would_repeat_a_forward_by_other_scales_raises(assert
         )
         first.sum().backward()
         if options == {}:
-            with pytest.raises(RuntimeError, match=r"repeated this layer's forward by other scales.*GEMM_OPS"):
+            with pytest.raises(RuntimeError, match=r"recomputed this layer's forward with different scales.*GEMM_OPS"):
                 second.sum().backward()
         else:
             second.sum().backward()
@@ -485,7 +491,7 @@ def test_conversion_gives_the_buffers_and_its_way_back_takes_them():
     ids=["Linear", "from_linear", "convert"],
 )
 def test_a_group_of_another_kind_raises(make):
-    with pytest.raises(TypeError, match=r"the group is 'pair'; it is a torch.distributed.ProcessGroup"):
+    with pytest.raises(TypeError, match=r"a group must be a ProcessGroup, .* got 'pair'"):
         make(recipe=RECIPE, amax_group="pair")
 
 
@@ -497,9 +503,9 @@ def test_delayed_scaling_of_a_whole_model_is_reset():
     for each in (model[0], model[2]):
         assert torch.equal(each.amax_history, FRESH[0])
         assert torch.equal(each.multiplier, FRESH[1])
-    with pytest.raises(ValueError, match="reset_delayed_scaling: no layer of the model has delayed scaling"):
+    with pytest.raises(ValueError, match="reset_delayed_scaling: no layer of the model uses delayed scaling"):
         f8.reset_delayed_scaling(f8.revert(model))
-    with pytest.raises(TypeError, match=r"reset_delayed_scaling: model is a dict; it is a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"reset_delayed_scaling: `model` is a dict; it must be a torch.nn.Module"):
         f8.reset_delayed_scaling({})
 
 

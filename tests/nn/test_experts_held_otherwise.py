@@ -92,11 +92,11 @@ def test_the_report_has_one_row_for_experts_of_dbrx():
     assert row.past_forward == ""
 
 
-NO_STACKS = r"holds its experts in no 3-D parameters of its own, \(experts, out_features, in_features\)"
+NO_STACKS = r"does not store its experts as 3-D parameters of shape \(experts, out_features, in_features\)"
 
 
 def test_quantized_parameters_need_stacks():
-    with pytest.raises(ValueError, match=f"quantized_parameters, and experts {NO_STACKS}"):
+    with pytest.raises(ValueError, match=f"quantized_parameters: experts {NO_STACKS}"):
         f8.convert(dbrx(), f8.recipes.rowwise(), quantized_parameters=True, **EVERY)
 
 
@@ -107,7 +107,7 @@ def test_a_gather_of_codes_needs_stacks():
     model = f8.convert(nn.ModuleList([dbrx(), nn.Linear(32, 32)]), f8.recipes.rowwise(), **EVERY)
     f8.parallel.fsdp_float8_all_gather(model)
     experts, dense = f8.conversion_report(model).rows
-    assert experts.gathered.startswith("param_dtype: the module holds its experts in no 3-D parameters")
+    assert experts.gathered.startswith("param_dtype: the module does not store its experts as 3-D parameters")
     assert dense.converted
 
 
@@ -133,7 +133,7 @@ def test_experts_of_jetmoe_are_grouped_linears(name, assert_bits_equal):
 def test_jetmoe_takes_a_size_for_each_row():
     model = f8.convert(drawn(JetMoeParallelExperts(COUNT, WIDTH, INNER)), f8.recipes.rowwise(), **EVERY)
     for sizes in ([5, 0, 15, 1], [5, 0, 15, 3]):
-        with pytest.raises(ValueError, match=rf"JetMoeParallelExperts: expert_size has {sum(sizes)} rows in all and"):
+        with pytest.raises(ValueError, match=rf"JetMoeParallelExperts: expert_size sums to {sum(sizes)} rows, but"):
             model.experts(torch.randn(22, WIDTH).bfloat16(), sizes)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -188,16 +188,18 @@ def test_registered_experts_are_converted(registry, quantized, assert_bits_equal
 
 def test_without_a_registration_the_report_lists_what_they_hold():
     model = drawn(Branches())
-    assert [row.reason for row in f8.conversion_report(model).rows] == ["a 3-D parameter (experts?), no nn.Linear"] * 2
+    assert [row.reason for row in f8.conversion_report(model).rows] == [
+        "a 3-D parameter (experts?), not a nn.Linear"
+    ] * 2
 
 
 @pytest.mark.parametrize(
     ("cls", "options", "text"),
     [
         (nn.Linear, {"method": "forward", "replacement": mix}, "is a nn.Linear"),
-        (Branches, {"method": "mixed", "replacement": mix}, "has no method mixed that multiplies"),
-        (Branches, {"method": "mix", "replacement": 3}, "replacement is 3; it is the method in FP8"),
-        ("Branches", {"method": "mix", "replacement": mix}, "takes a class of modules"),
+        (Branches, {"method": "mixed", "replacement": mix}, "has no method mixed"),
+        (Branches, {"method": "mix", "replacement": 3}, "`replacement` is 3; it must be a function, the FP8 version"),
+        ("Branches", {"method": "mix", "replacement": mix}, "expected a subclass of torch.nn.Module"),
     ],
 )
 def test_what_can_not_be_registered(cls, options, text):
@@ -214,7 +216,9 @@ def test_an_index_of_no_expert_raises(wrong):
     model = f8.convert(dbrx(), f8.recipes.rowwise(), **EVERY)
     x, index, weights = given()
     index[3, 0] = wrong
-    with pytest.raises(ValueError, match=rf"numbers from .* to .*; an index is 0 to {COUNT - 1}, or {COUNT} for"):
+    with pytest.raises(
+        ValueError, match=f"values from .* to .*; indices must be from 0 to {COUNT - 1}, or {COUNT} for"
+    ):
         model.experts(x, index, weights)
 
 

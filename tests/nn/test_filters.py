@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8compile as f8
 from benchmarks.roofline import CASTS, PEAKS, smallest_side
-from fp8compile.nn.filters import LEAST_GAINING
+from fp8compile.nn.convertible.filters import LEAST_GAINING
 from fp8compile.target import Target, pretend_target
 
 RECIPE = f8.recipes.rowwise()
@@ -53,14 +53,14 @@ def converted(filter, converted_model=None):
     ],
     ids=lambda value: None if isinstance(value, set) else str(value)[:24],
 )
-@pytest.mark.filterwarnings("ignore:convert. no linear is converted")
+@pytest.mark.filterwarnings("ignore:convert. no linear layer was converted")
 def test_filter_says_which_layers_are_converted(filter, expected):
     assert converted(filter) == expected
 
 
 def test_a_name_is_matched_as_a_whole_and_by_case():
     for pattern in ("mlp", "LM_HEAD", "lm_hea"):
-        with pytest.raises(ValueError, match="matches none"):
+        with pytest.raises(ValueError, match="matches no linear layer"):
             converted(pattern)
 
 
@@ -77,7 +77,7 @@ def test_a_name_is_matched_as_a_whole_and_by_case():
     ],
 )
 def test_a_typo_in_a_pattern_is_asked_about(pattern, meant):
-    with pytest.raises(ValueError, match="matches none") as caught:
+    with pytest.raises(ValueError, match="matches no linear layer") as caught:
         f8.convert(model(), RECIPE, filter=pattern)
     hint = str(caught.value).partition(" Did you mean ")[2]
     assert hint == (f"{meant!r}?" if meant else "")
@@ -89,10 +89,10 @@ def test_a_typo_in_a_pattern_is_asked_about(pattern, meant):
 def test_pattern_that_matches_nothing_raises_and_changes_nothing(filter):
     unchanged = model()
     pattern = next(p for p in ([filter] if isinstance(filter, str) else filter) if "encoder" in p)
-    with pytest.raises(ValueError, match="matches none") as caught:
+    with pytest.raises(ValueError, match="matches no linear layer") as caught:
         f8.convert(unchanged, RECIPE, filter=filter)
     assert str(caught.value) == (
-        f"convert: the pattern '{pattern}' matches none of the model's linears: layers.0.attention, layers.0.mlp, "
+        f"convert: the pattern '{pattern}' matches no linear layer: layers.0.attention, layers.0.mlp, "
         "layers.0.gate, layers.1.attention, layers.1.mlp, ...."
     )
     assert not any(isinstance(module, f8.Linear) for module in unchanged.modules())
@@ -100,7 +100,7 @@ def test_pattern_that_matches_nothing_raises_and_changes_nothing(filter):
 
 @pytest.mark.parametrize("filter", [3, [], (), [nn.Linear], ["lm_head", None], {"a": 1}.values()], ids=str)
 def test_filter_of_another_kind_raises(filter):
-    with pytest.raises(TypeError, match=r"it is a function \(module, fqn\) -> bool, a name pattern"):
+    with pytest.raises(TypeError, match=r"it must be a function \(module, fqn\) -> bool, a name pattern"):
         f8.convert(model(), RECIPE, filter=filter)
 
 
@@ -127,7 +127,7 @@ def test_function_that_raises_changes_nothing():
 @pytest.mark.parametrize(
     ("dims", "expected"), [((16, 16), True), ((15, 4096), False), ((4096, 15), False), ((17, 31), True)]
 )
-@pytest.mark.filterwarnings("ignore:convert. no linear is converted")
+@pytest.mark.filterwarnings("ignore:convert. no linear layer was converted")
 def test_default_leaves_out_layers_below_sixteen(dims, expected):
     root = nn.Sequential(nn.Linear(*dims, device="meta"))
     assert converted(None, root) == ({"0"} if expected else set())
@@ -160,7 +160,7 @@ def test_small_layers_stay_in_high_precision_on_a_gpu_that_was_judged():
         model = f8.convert(widths(*sizes), RECIPE)
     assert left_out(model) == ["0", "2", "5"]  # 128, 136 and 63; from 137 on they gain
     (reason,) = {row.reason for row in f8.conversion_report(model).rows if row.fqn == "0"}
-    assert reason == "small: K N / (K + N) is 128; on a GPU of compute capability 9.0 FP8 gains from 137 on"
+    assert reason == "small: K N / (K + N) is 128; on a GPU of compute capability 9.0, FP8 is faster from 137 on"
 
 
 @pytest.mark.parametrize("target", [Target("cpu"), THOR], ids=["cpu", "a GPU that was not judged"])

@@ -16,7 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8compile as f8
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4", models.SQUARES)
+RECIPES = (
+    "tensorwise",
+    "rowwise",
+    "rowwise_bf16_wgrad",
+    "blockwise",
+    "blockwise_bf16_wgrad",
+    "mxfp8",
+    "nvfp4",
+    models.SQUARES,
+)
 ROWS, K, N = 200, 40, 72
 ENDS = {
     "even": (50, 100, 150, 200),
@@ -139,13 +148,15 @@ def test_the_drop_in_for_torch_grouped_mm():
     assert torch.equal(y, f8.grouped_linear(x, weight, offsets, recipe=recipe))
     expected = grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
     assert (y - expected).abs().max() < 0.1 * expected.abs().max()  # e4m3 has 3 bits of mantissa: 1/16 a factor
-    with pytest.raises(ValueError, match=r"out_dtype is torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"`out_dtype` is torch.float32; it must be the dtype of mat_a, torch.bfloat16"
+    ):
         f8.grouped_mm(x, weight.transpose(-2, -1), offs=offsets, out_dtype=torch.float32, recipe=recipe)
-    with pytest.raises(ValueError, match="mat_b has shape"):
+    with pytest.raises(ValueError, match="`mat_b` has shape"):
         f8.grouped_mm(x.t(), x, offs=offsets, recipe=recipe)
-    with pytest.raises(TypeError, match="grouped_mm: mat_b is a int; it is a tensor"):
+    with pytest.raises(TypeError, match="grouped_mm: `mat_b` is a int; it must be a tensor"):
         f8.grouped_mm(x, 5, offs=offsets, recipe=recipe)
-    with pytest.raises(ValueError, match=r"weight has shape \(.*, 0, 48\).*at least one row"):
+    with pytest.raises(ValueError, match=r"`weight` has shape \(.*, 0, 48\).* one row"):
         f8.grouped_mm(x, weight.transpose(-2, -1)[:, :, :0], offs=offsets, recipe=recipe)
 
 
@@ -182,7 +193,7 @@ def test_each_sample_may_have_groups_of_its_own_under_vmap():
     together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight.detach(), offsets)
     for found, ends in zip(together, offsets, strict=True):
         assert torch.equal(found, torch.func.grad(loss)(weight.detach(), ends))
-    with pytest.raises(ValueError, match="never falling"):
+    with pytest.raises(ValueError, match="never negative or decreasing"):
         torch.func.vmap(loss, in_dims=(None, 0))(weight.detach(), offsets.flip(1))
 
 
@@ -243,14 +254,14 @@ def called(recipe=None, *, dtype=torch.bfloat16, check_in_graph=False, **given):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"x": (2, 3, K)}, "x is (rows, 40)"),
-        ({"x": (ROWS, K + 1)}, "x is (rows, 40)"),
-        ({"weight": (N, K)}, "it is (groups, out_features, in_features)"),
+        ({"x": (2, 3, K)}, "x must be (rows, 40)"),
+        ({"x": (ROWS, K + 1)}, "x must be (rows, 40)"),
+        ({"weight": (N, K)}, "must be (groups, out_features, in_features)"),
         ({"weight": (0, N, K), "offsets": (), "bias": (0, N)}, "at least one group"),
         ({"offsets": (50, 100, 150)}, "torch.int32 of shape (4,)"),
-        ({"bias": (N,)}, "bias is (groups, out_features), (4, 72)"),
-        ({"offsets": (50, 40, 150, 200)}, "never falling"),
-        ({"offsets": (-1, 40, 150, 200)}, "never falling"),
+        ({"bias": (N,)}, "bias must be (groups, out_features), (4, 72)"),
+        ({"offsets": (50, 40, 150, 200)}, "never negative or decreasing"),
+        ({"offsets": (-1, 40, 150, 200)}, "never negative or decreasing"),
         ({"offsets": (50, 100, 150, 201)}, "x has 200 rows"),
     ],
 )
@@ -266,7 +277,7 @@ SQUARE = f8.CurrentScaling(block=(128, 128))
     ("recipe", "message"),
     [
         (f8.recipes.delayed(), "delayed scaling"),
-        (f8.recipes.rowwise(grad_rounding="stochastic"), "rounds stochastically"),
+        (f8.recipes.rowwise(grad_rounding="stochastic"), "uses stochastic rounding"),
         (f8.Recipe(input=SQUARE, weight=SQUARE), "input has block (128, 128)"),
     ],
 )
@@ -276,13 +287,13 @@ def test_recipes_that_mix_groups_raise(recipe, message):
 
 
 def test_wrong_types_raise():
-    with pytest.raises(TypeError, match="recipe is 'rowwise'"):
+    with pytest.raises(TypeError, match="`recipe` is 'rowwise'"):
         called("rowwise")
     with pytest.raises(TypeError, match="float64"):
         called(dtype=torch.float64)
     x, weight = torch.ones(ROWS, K), torch.ones(4, N, K, dtype=torch.bfloat16)
     offsets = torch.tensor(GOOD["offsets"], dtype=torch.int32)
-    with pytest.raises(TypeError, match="they have one dtype"):
+    with pytest.raises(TypeError, match="Cast one of them to the dtype of the other"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.rowwise())
     with pytest.raises(ValueError, match=r"torch\.int64"):
         f8.grouped_linear(x.bfloat16(), weight, offsets.long(), recipe=f8.recipes.rowwise())
@@ -302,5 +313,5 @@ def test_compiled_code_looks_at_offsets_where_it_is_asked_to():
     (x, weight, _), _, _ = tensors(ENDS["even"])
     right = torch.tensor(ENDS["even"], dtype=torch.int32)
     assert torch.equal(step(x, weight, right, True), step(x, weight, right, False))  # noqa: FBT003
-    with pytest.raises(ValueError, match="never falling"):
+    with pytest.raises(ValueError, match="never negative or decreasing"):
         step(x, weight, torch.tensor(wrong, dtype=torch.int32), True)  # noqa: FBT003

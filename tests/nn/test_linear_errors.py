@@ -10,10 +10,15 @@ import fp8compile as f8
 RECIPE = f8.recipes.rowwise()
 DTYPE = torch.bfloat16
 X, WEIGHT, BIAS = torch.ones(4, 32, dtype=DTYPE), torch.ones(48, 32, dtype=DTYPE), torch.ones(48, dtype=DTYPE)
-TAKEN = "FP8 layers take bfloat16, float16 and float32. Cast it, or leave this layer unconverted."
-ONE_DTYPE = "they have one dtype. Cast one of them, or run under torch.autocast."
-DENSE = "it is a dense tensor. Densify it first."
-RECIPES = "it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or fp8compile.recipes.by_name('rowwise')."
+TAKEN = "it must be bfloat16, float16 or float32. Cast it, or leave this layer unconverted."
+ONE_DTYPE = "Cast one of them to the dtype of the other, or run under torch.autocast."
+DENSE = (
+    "it must be a dense tensor. Call .to_dense() on a sparse tensor, or pad a nested tensor with "
+    ".to_padded_tensor(0.0)."
+)
+RECIPES = (
+    "it must be a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or fp8compile.recipes.by_name('rowwise')."
+)
 
 
 def jagged():
@@ -26,76 +31,81 @@ WRONG = {
         "x",
         X[0, 0],
         ValueError,
-        "x has shape () and weight (48, 32); the last dim of x has to be in_features, 32.",
+        "`x` has shape () and `weight` has shape (48, 32); the last dim of x must be in_features, 32.",
     ),
     "x of other features": (
         "x",
         X[:, :16],
         ValueError,
-        "x has shape (4, 16) and weight (48, 32); the last dim of x has to be in_features, 32.",
+        "`x` has shape (4, 16) and `weight` has shape (48, 32); the last dim of x must be in_features, 32.",
     ),
     "transposed weight": (
         "weight",
         WEIGHT.t(),
         ValueError,
-        "x has shape (4, 32) and weight (32, 48); the last dim of x has to be in_features, 48.",
+        "`x` has shape (4, 32) and `weight` has shape (32, 48); the last dim of x must be in_features, 48.",
     ),
-    "1-D weight": ("weight", WEIGHT[0], ValueError, "weight has shape (32,); it is (out_features, in_features)."),
+    "1-D weight": ("weight", WEIGHT[0], ValueError, "`weight` must be (out_features, in_features), got (32,)."),
     "3-D weight": (
         "weight",
         WEIGHT[None],
         ValueError,
-        "weight has shape (1, 48, 32); it is (out_features, in_features).",
+        "`weight` must be (out_features, in_features), got (1, 48, 32).",
     ),
     "2-D bias": (
         "bias",
         BIAS[None],
         ValueError,
-        "bias has shape (1, 48) and weight (48, 32); bias is (out_features,), (48,).",
+        "`bias` has shape (1, 48) and `weight` has shape (48, 32); bias must be (out_features,), (48,).",
     ),
     "short bias": (
         "bias",
         BIAS[:8],
         ValueError,
-        "bias has shape (8,) and weight (48, 32); bias is (out_features,), (48,).",
+        "`bias` has shape (8,) and `weight` has shape (48, 32); bias must be (out_features,), (48,).",
     ),
-    "int x": ("x", X.int(), TypeError, f"x is torch.int32; {TAKEN}"),
-    "bool x": ("x", X.bool(), TypeError, f"x is torch.bool; {TAKEN}"),
-    "complex x": ("x", X.to(torch.complex64), TypeError, f"x is torch.complex64; {TAKEN}"),
-    "float64 x": ("x", X.double(), TypeError, f"x is torch.float64; {TAKEN}"),
-    "float8 x": ("x", X.to(torch.float8_e4m3fn), TypeError, f"x is torch.float8_e4m3fn; {TAKEN}"),
-    "int weight": ("weight", WEIGHT.int(), TypeError, f"weight is torch.int32; {TAKEN}"),
-    "float64 bias": ("bias", BIAS.double(), TypeError, f"bias is torch.float64; {TAKEN}"),
+    "int x": ("x", X.int(), TypeError, f"`x` is torch.int32; {TAKEN}"),
+    "bool x": ("x", X.bool(), TypeError, f"`x` is torch.bool; {TAKEN}"),
+    "complex x": ("x", X.to(torch.complex64), TypeError, f"`x` is torch.complex64; {TAKEN}"),
+    "float64 x": ("x", X.double(), TypeError, f"`x` is torch.float64; {TAKEN}"),
+    "float8 x": ("x", X.to(torch.float8_e4m3fn), TypeError, f"`x` is torch.float8_e4m3fn; {TAKEN}"),
+    "int weight": ("weight", WEIGHT.int(), TypeError, f"`weight` is torch.int32; {TAKEN}"),
+    "float64 bias": ("bias", BIAS.double(), TypeError, f"`bias` is torch.float64; {TAKEN}"),
     "other weight": (
         "weight",
         WEIGHT.float(),
         TypeError,
-        f"weight is torch.float32 and x is torch.bfloat16; {ONE_DTYPE}",
+        f"`weight` is torch.float32, but x is torch.bfloat16. {ONE_DTYPE}",
     ),
-    "other bias": ("bias", BIAS.half(), TypeError, f"bias is torch.float16 and x is torch.bfloat16; {ONE_DTYPE}"),
+    "other bias": ("bias", BIAS.half(), TypeError, f"`bias` is torch.float16, but x is torch.bfloat16. {ONE_DTYPE}"),
     "weight elsewhere": (
         "weight",
         WEIGHT.to("meta"),
         ValueError,
-        "weight is on meta and x on cpu; move them to one device.",
+        "`weight` is on meta, but x is on cpu. Move both to one device.",
     ),
-    "bias elsewhere": ("bias", BIAS.to("meta"), ValueError, "bias is on meta and x on cpu; move them to one device."),
-    "jagged x": ("x", jagged, TypeError, f"x has layout torch.jagged; {DENSE}"),
-    "list x": ("x", [1.0], TypeError, "x is a list; it is a tensor."),
-    "float bias": ("bias", 1.0, TypeError, "bias is a float; it is a tensor."),
-    "recipe by name": ("recipe", "rowwise", TypeError, f"recipe is 'rowwise'; {RECIPES}"),
-    "no recipe": ("recipe", None, TypeError, f"recipe is None; {RECIPES}"),
+    "bias elsewhere": (
+        "bias",
+        BIAS.to("meta"),
+        ValueError,
+        "`bias` is on meta, but x is on cpu. Move both to one device.",
+    ),
+    "jagged x": ("x", jagged, TypeError, f"`x` has layout torch.jagged; {DENSE}"),
+    "list x": ("x", [1.0], TypeError, "`x` is a list; it must be a tensor."),
+    "float bias": ("bias", 1.0, TypeError, "`bias` is a float; it must be a tensor."),
+    "recipe by name": ("recipe", "rowwise", TypeError, f"`recipe` is 'rowwise'; {RECIPES}"),
+    "no recipe": ("recipe", None, TypeError, f"`recipe` is None; {RECIPES}"),
 }
 # torch.compile refuses these before it traces a line of ours; the last while it formats the text (2.13)
 WRONG_IN_EAGER_ONLY = {
-    "sparse x": ("x", X.to_sparse, TypeError, f"x has layout torch.sparse_coo; {DENSE}"),
-    "sparse weight": ("weight", WEIGHT.to_sparse, TypeError, f"weight has layout torch.sparse_coo; {DENSE}"),
+    "sparse x": ("x", X.to_sparse, TypeError, f"`x` has layout torch.sparse_coo; {DENSE}"),
+    "sparse weight": ("weight", WEIGHT.to_sparse, TypeError, f"`weight` has layout torch.sparse_coo; {DENSE}"),
     "quantizer as recipe": (
         "recipe",
         f8.CurrentScaling(),
         TypeError,
-        "recipe is CurrentScaling(format='e4m3', block=(-1, -1), scale='fp32', eps=0.0, rounding='nearest', seed=0); "
-        f"{RECIPES}",
+        "`recipe` is CurrentScaling(format='e4m3', block=(-1, -1), scale='fp32', eps=0.0, rounding='nearest', "
+        f"seed=0); {RECIPES}",
     ),
 }
 

@@ -83,7 +83,7 @@ def tied(recipe, **options):
 def test_codes_of_a_weight_that_a_linear_keeps_the_other_way():
     x = torch.randn(8, 64).bfloat16()
     assert torch.equal(tied(f8.recipes.tensorwise(), quantized_parameters=True)(x), tied(f8.recipes.tensorwise())(x))
-    with pytest.raises(ValueError, match=r"1 shares its weight with 0, of which one keeps it as \(in_features, out"):
+    with pytest.raises(ValueError, match=r"1 shares its weight with 0, but one stores it as \(in_features, out"):
         tied(f8.recipes.rowwise(), quantized_parameters=True)
 
 
@@ -119,9 +119,9 @@ def test_delayed_scaling_is_for_linears():
     model = nn.Sequential(Conv1D(96, 64), nn.Linear(96, 64)).bfloat16()
     report = f8.conversion_report(f8.convert(model, f8.recipes.delayed(), **EVERY))
     assert [row.converted for row in report.rows] == [False, True]
-    assert report.rows[0].reason.startswith("delayed scaling keeps its state in a fp8compile.Linear")
+    assert report.rows[0].reason.startswith("delayed scaling is only supported for fp8compile.Linear")
     layer = f8.convert(nn.Sequential(Conv1D(96, 64)), f8.recipes.rowwise(), **EVERY)[0]
-    with pytest.raises(ValueError, match=r"a linear of another class\. Take a recipe"):
+    with pytest.raises(ValueError, match=r"state\. Use a recipe"):
         layer.recipe = f8.recipes.delayed()
 
 
@@ -195,20 +195,22 @@ class Kernel(nn.Module):
 def test_registered_modules_that_are_no_linears(registered):
     f8.library.register_linear_like(Kernel)
     for function in (f8.conversion_report, lambda model: f8.convert(model, f8.recipes.rowwise())):
-        with pytest.raises(TypeError, match="Kernel is registered as a linear by another name, and has no weight"):
+        with pytest.raises(
+            TypeError, match="Kernel is registered as a linear layer of another library, but it has no "
+        ):
             function(nn.Sequential(Kernel(kernel=(32, 32))))
     model = f8.convert(nn.Sequential(Kernel(weight=(2, 32, 32)), nn.Linear(32, 32)), f8.recipes.rowwise(), **EVERY)
     rows = f8.conversion_report(model).rows
     assert [row.converted for row in rows if row.fqn in "01"] == [False, True]
-    assert rows[0].reason == "its weight has 3 dims; that of a linear has 2"
+    assert rows[0].reason == "its weight has 3 dims; that of a linear layer must have 2"
 
 
 @pytest.mark.parametrize(
     ("cls", "text"),
     [
-        (nn.Linear, "is a nn.Linear, which convert takes as it is"),
-        (nn.Module, "has no method forward that multiplies"),
-        ("Projection", "takes a class of modules"),
+        (nn.Linear, "is a nn.Linear, which convert already supports"),
+        (nn.Module, "has no method forward"),
+        ("Projection", "expected a subclass of torch.nn.Module"),
     ],
 )
 def test_what_is_no_class_to_register(cls, text):

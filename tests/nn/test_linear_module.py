@@ -97,8 +97,8 @@ def test_from_linear_refuses_all_but_a_plain_linear(given, name):
     with pytest.raises(TypeError, match="from_linear") as caught:
         f8.Linear.from_linear(given, RECIPE)
     assert str(caught.value) == (
-        f"Linear.from_linear: given a {name}; it takes a torch.nn.Linear and no subclass, whose class it would "
-        "lose. fp8compile.convert keeps it."
+        "Linear.from_linear: expected a torch.nn.Linear and not a subclass, because the class would be lost; got a "
+        f"{name}. fp8compile.convert keeps the class."
     )
 
 
@@ -112,7 +112,7 @@ def test_recipe_of_another_kind_raises(make, recipe):
     with pytest.raises(TypeError, match="recipe") as caught:
         make(recipe)
     assert str(caught.value) == (
-        f"Linear: recipe is {recipe!r}; it is a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
+        f"Linear: `recipe` is {recipe!r}; it must be a fp8compile.Recipe, such as fp8compile.recipes.rowwise() or "
         "fp8compile.recipes.by_name('rowwise')."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 
 import prodigyopt
 import pytest
@@ -241,7 +242,7 @@ def test_groups_have_the_weights_again_after_an_error():
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, schedulefree.SGDScheduleFreeClosure])
 def test_an_optimizer_that_calls_a_closure_itself_is_refused_when_it_is_made(kind):
-    with pytest.raises(TypeError, match=f"the step of {kind.__name__} needs a closure, which it calls between"):
+    with pytest.raises(TypeError, match=f"the step of {kind.__name__} requires a closure, which would always see"):
         f8.MasterWeights(kind, converted().parameters())
 
 
@@ -267,3 +268,23 @@ def test_hooks_of_loading_see_masters_and_run_once(assert_bits_equal):
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == [("before", 1), ("behind", 1)]
     assert_bits_equal(optimizer.state_dict()["state"][0]["master"], 2 * before)
+
+
+DAMAGED = {
+    "(1,)": lambda master: master.flatten()[:1].clone(),
+    "(1, 64)": lambda master: master[:1].clone(),
+    "(144, 64), torch.int32": lambda master: master.to(torch.int32),
+}
+
+
+@pytest.mark.parametrize("named", DAMAGED)
+def test_masters_of_another_shape_or_dtype_raise_and_change_nothing(named, assert_bits_equal):
+    optimizer = masters_of("AdamW", converted())
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    state = masters_of("AdamW", converted(seed=1)).state_dict()
+    last = next(reversed([index for index, each in state["state"].items() if each["master"].shape == (144, 64)]))
+    state["state"][last]["master"] = DAMAGED[named](state["state"][last]["master"])
+    with pytest.raises(ValueError, match=re.escape(f"a loaded master has shape {named}")):
+        optimizer.load_state_dict(state)
+    for index, each in optimizer.state_dict()["state"].items():
+        assert_bits_equal(each["master"], expected[index]["master"])

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import fp8compile as f8
 from fp8compile.integrations import loggers
 from fp8compile.library import register_statistic
-from fp8compile.nn.monitor import NonFiniteError
-from fp8compile.ops.layer.statistics import definitions
+from fp8compile.monitor import definitions
+from fp8compile.monitor.monitor import NonFiniteError
 from fp8compile.quantizers.recipe import SLOTS
 from fp8compile.testing import Recording
 
@@ -269,7 +269,11 @@ def test_a_nan_between_readings_starts_a_reading_of_the_same_batch():
         layers.second.up.weight[7, 3] = math.inf
     loss = loss_of(layers(batch(2)))
     loss.backward()
-    with pytest.raises(NonFiniteError, match=r"step 1: the loss is not finite\. The step is not read, and no replay"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"step 1: the loss is not finite\. This step is not one that the "
+        r"monitor reads, and no replay",
+    ):
         monitor.check(loss)
     with pytest.raises(NonFiniteError, match=r"step 1, rank 0: second\.up, weight: 1 of 2048 elements are NaN or"):
         monitor.check(loss, lambda: backward(layers, 2))
@@ -277,7 +281,7 @@ def test_a_nan_between_readings_starts_a_reading_of_the_same_batch():
     monitor = f8.Monitor(healthy, stop_at_nonfinite=True)
     backward(healthy)
     monitor.check(torch.tensor(1.0))
-    with pytest.raises(NonFiniteError, match="all operands of the FP8 layers that are observed are"):
+    with pytest.raises(NonFiniteError, match="all observed operands of FP8 layers are"):
         monitor.check(torch.tensor(math.nan))
 
 
@@ -296,14 +300,16 @@ def test_as_if_reads_another_recipe_of_the_same_operands():
     real = reading_of(layers := model("nvfp4"), layers, statistics=("sqnr", "underflow"))["first.up"]
     assert found["input"] == real["input"]
     assert found["weight"] == real["weight"]
-    with pytest.raises(ValueError, match="as_if has delayed scaling"):
+    with pytest.raises(
+        ValueError, match="`as_if` uses delayed scaling, whose scales come from previous steps; it must be"
+    ):
         f8.Monitor(layers, as_if=f8.recipes.delayed())
 
 
 def test_a_registered_statistic_is_read(monkeypatch):
     for table in ("TOTALS", "STATISTICS"):
         monkeypatch.setattr(definitions, table, dict(getattr(definitions, table)))
-    for where in ("fp8compile.nn.monitor", "fp8compile.testing.contracts.statistic_contracts"):
+    for where in ("fp8compile.monitor.monitor", "fp8compile.testing.contracts.statistic_contracts"):
         monkeypatch.setattr(f"{where}.STATISTICS", definitions.STATISTICS)
     monkeypatch.setattr("fp8compile.testing.contracts.statistic_contracts.TOTALS", definitions.TOTALS)
     definitions.columns_of.cache_clear()
@@ -323,35 +329,39 @@ def test_a_registered_statistic_is_read(monkeypatch):
     }.items():
         with pytest.raises(AssertionError, match=contract):
             f8.testing.check_statistic(name)
-    with pytest.raises(ValueError, match="no statistic is called 'mean'"):
+    with pytest.raises(ValueError, match="no statistic 'mean'"):
         f8.testing.check_statistic("mean")
-    with pytest.raises(ValueError, match="negative is registered already"):
+    with pytest.raises(ValueError, match=r"negative is already registered. Choose"):
         register_statistic("negative", lambda seen: seen.values, "sum")
-    with pytest.raises(ValueError, match="combine is 'mean'; it is 'sum' or 'max'"):
+    with pytest.raises(ValueError, match="`combine` is 'mean'; it must be 'sum' or 'max'"):
         register_statistic("other", lambda seen: seen.values, "mean")
-    with pytest.raises(ValueError, match="'a b' is no name of a statistic"):
+    with pytest.raises(ValueError, match="the name of a statistic must be an identifier, got 'a b'"):
         register_statistic("a b", lambda seen: seen.values, "sum")
-    with pytest.raises(TypeError, match="compute is 3; it is a function"):
+    with pytest.raises(TypeError, match="`compute` is 3; it must be a function"):
         register_statistic("other", 3, "sum")
     definitions.columns_of.cache_clear()
 
 
 def test_what_a_monitor_does_not_take_is_said():
     layers = model()
-    with pytest.raises(ValueError, match=r"statistics has 'mean'; it takes amax, underflow, "):
+    with pytest.raises(ValueError, match=r"`statistics` has 'mean'; allowed are amax, underflow, "):
         f8.Monitor(layers, ("mean",))
-    with pytest.raises(TypeError, match=r"statistics is 'amax'; it is a sequence of names, such as \('amax',\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"`statistics` is 'amax'; it must be a sequence of names, such as "
+        r"\('amax',\)",
+    ):
         f8.Monitor(layers, "amax")
-    with pytest.raises(ValueError, match="every is 0"):
+    with pytest.raises(ValueError, match=r"`every` must be .*, at least 1, not 0"):
         f8.Monitor(layers, every=0)
     with pytest.raises(ValueError, match=r"no layer matches 'third\*'; the FP8 layers are second.up, second.down, "):
         f8.Monitor(layers, layers=("third*",))
-    with pytest.raises(ValueError, match="the model has no FP8 layer"):
+    with pytest.raises(ValueError, match="the model has no FP8 layers"):
         f8.Monitor(nn.Linear(3, 3))
     monitor = f8.Monitor(layers, layers=("*.up",), operands=("input",))
-    with pytest.raises(RuntimeError, match="the model has a monitor already"):
+    with pytest.raises(RuntimeError, match="the model already has a monitor"):
         f8.Monitor(layers)
-    with pytest.raises(ValueError, match="check: it needs stop_at_nonfinite=True"):
+    with pytest.raises(ValueError, match="Create the Monitor with stop_at_nonfinite=True"):
         monitor.check(torch.tensor(1.0))
     backward(layers)
     found = monitor.read()
@@ -408,13 +418,12 @@ def test_weights_and_biases_gets_the_numbers_that_are_finite():
     assert logged == [({"fp8/a/input/amax": 1.0}, 3)]
 
 
-def test_statistics_that_no_kernel_counts_of_experts_in_four_bits_are_refused():
+def test_any_statistic_of_experts_in_four_bits_is_read_on_a_gpu():
     pytest.importorskip("triton")  # Inductor prints a GPU's kernels with it
     from benchmarks.experts import Experts, experts_arguments
     from fp8compile.testing import gpu_kernels
 
     x, gate_up, down, *others = experts_arguments(64, 64, 64, 2)
     experts = Experts(gate_up, down, f8.recipes.nvfp4())
-    f8.Monitor(experts, ("sqnr",))
-    with pytest.raises(Exception, match=r"counts amax, underflow and saturation, .* Observe these"):
-        gpu_kernels(experts, x, *others, arch="b200")
+    f8.Monitor(experts, ("sqnr", "saturation"))
+    assert gpu_kernels(experts, x, *others, arch="b200")

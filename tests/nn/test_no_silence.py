@@ -15,7 +15,7 @@ import fp8compile as f8
 
 RECIPE = f8.recipes.rowwise()
 ROOT = Path(__file__).parents[2]
-ONCE = "has no derivative. Of the products only fp8compile::linear and grouped_linear can be differentiated"
+ONCE = "has no derivative. Among the ops with GEMMs, only fp8compile::linear and grouped_linear are differentiable"
 
 
 def square_of_linear(weight):
@@ -80,8 +80,8 @@ def test_looking_for_inductors_module_gives_a_loader_that_reads_source():
 def test_layers_that_an_encoder_layer_reads_past_their_forward_stay_and_say_so():
     model = f8.convert(nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128), nn.Linear(64, 64)), RECIPE)
     rows = {row.fqn: row for row in f8.conversion_report(model).rows}
-    assert "reads its weight itself" in rows["0.linear1"].reason
-    assert "reads its weight itself" in rows["0.linear2"].reason
+    assert "reads its weight directly" in rows["0.linear1"].reason
+    assert "reads its weight directly" in rows["0.linear2"].reason
     assert rows["1"].converted
 
 
@@ -127,14 +127,9 @@ def test_revert_refuses_a_layer_that_would_go_on_in_fp8_or_lose_its_forward(how)
     assert isinstance(model[0], f8.Linear)
 
 
-def test_revert_refuses_a_layer_that_was_compiled_itself():
-    with pytest.raises(TypeError, match="Revert what was compiled"):
-        f8.revert(torch.compile(f8.Linear(64, 64, recipe=RECIPE)))
-
-
 @pytest.mark.parametrize("function", [f8.revert, f8.conversion_report])
 def test_what_is_no_module_is_refused_by_name(function):
-    with pytest.raises(TypeError, match=rf"{function.__name__}: model is a int; it is a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=rf"{function.__name__}: `model` is a int; it must be a torch\.nn\.Module"):
         function(3)
 
 
@@ -144,11 +139,6 @@ def test_assigning_data_of_a_quantized_tensor_raises():
         q.data = f8.quantize(torch.randn(4, 32), f8.CurrentScaling())
 
 
-def test_dequantizing_to_integers_raises():
-    with pytest.raises(TypeError, match=r"dequantize: dtype is torch\.int32"):
-        f8.quantize(torch.randn(4, 32), f8.CurrentScaling()).dequantize(torch.int32)
-
-
 def test_a_recipe_name_that_is_no_string_is_refused_as_a_name():
-    with pytest.raises(ValueError, match="no recipe is called"):
+    with pytest.raises(ValueError, match="no recipe named"):
         f8.recipes.by_name(["rowwise"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -126,8 +127,8 @@ def test_names_and_arguments():
         assert f8.recipes.describe(made) == said
     assert f8.recipes.nvfp4().shares_weight_codes()
     for fields, says in (
-        ({"backward": "fp8"}, "backward is 'fp8'; it is 'nvfp4', 'bf16' or 'dequantized'"),
-        ({"weight_block": (1, 32)}, r"weight_block is \(1, 32\); it is \(16, 16\) or \(1, 16\)"),
+        ({"backward": "fp8"}, "`backward` is 'fp8'; it must be 'nvfp4', 'bf16' or 'dequantized'"),
+        ({"weight_block": (1, 32)}, r"`weight_block` is \(1, 32\); it must be \(16, 16\) or \(1, 16\)"),
     ):
         with pytest.raises(ValueError, match=says):
             f8.recipes.nvfp4(**fields)
@@ -136,7 +137,11 @@ def test_names_and_arguments():
 def test_dequantized_gradients_are_of_codes_that_there_are():
     row = f8.CurrentScaling(block=(1, -1))
     for fields in ({}, {"input": f8.recipes.delayed().input, "weight": f8.recipes.delayed().weight}):
-        with pytest.raises(ValueError, match="dequantized_gradients, which is of gradients in high precision behind"):
+        with pytest.raises(
+            ValueError,
+            match="dequantized_gradients requires a quantized output with current "
+            "scaling and gradients in high precision",
+        ):
             f8.Recipe(dequantized_gradients=True, **fields)
     recipe = f8.Recipe(input=row, weight=row, dequantized_gradients=True)
     assert recipe.quantizer_read("weight_for_grad_input") == recipe.quantizer_read("input_for_grad_weight") == row
@@ -167,7 +172,7 @@ def test_a_quantized_parameter_does_not_lose_an_outer_scale_in_silence():
     from fp8compile.tensor.quantized_parameter import QuantizedParameter
 
     q = f8.quantize(torch.randn(32, 32), f8.TwoLevelScaling())
-    with pytest.raises(TypeError, match="QuantizedParameter of TwoLevelScaling: outer_scale is None"):
+    with pytest.raises(TypeError, match="QuantizedParameter of TwoLevelScaling: `outer_scale` is None"):
         QuantizedParameter(q.codes, q.scale, q.quantizer, q.dtype)
 
 
@@ -180,9 +185,28 @@ def test_a_gpu_says_which_groups_in_two_levels_it_has():
     recipe = f8.recipes.nvfp4()
     pair = {"a": recipe.input, "b": recipe.weight.transposed(), "out_dtype": torch.bfloat16, "config": GemmConfig()}
     lacks = ONE_BY_ONE.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair))
-    assert "no grouped product on a GPU: those multiply codes of fp8compile.TwoLevelScaling" in lacks
+    assert "which grouped GEMMs on a GPU only support fp8compile.TwoLevelScaling" in lacks
     assert ONE_BY_ONE.lacks(GemmProblem(target=Target("cpu"), **pair)) is None
     assert NVFP4.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair)) is None
     assert "needs compute capability 10.0" in NVFP4.lacks(GemmProblem(target=Target("cuda", (9, 0)), **pair))
     pair["out_dtype"] = torch.float32
-    assert "gives bfloat16 only" in NVFP4.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair))
+    assert "only supports an output in bfloat16" in NVFP4.lacks(GemmProblem(target=Target("cuda", (10, 0)), **pair))
+
+
+def test_dequantized_gradients_of_experts_are_those_of_each_alone(assert_bits_equal):
+    generator = torch.Generator().manual_seed(0)
+    for recipe in (RECIPES["dequantized backward"], f8.recipes.tensorwise()):
+        recipe = f8.Recipe(input=recipe.input, weight=recipe.weight, dequantized_gradients=True)
+        ends = torch.tensor([16, 16, 57], dtype=torch.int32)
+        shapes = ((64, 96), (len(ends), 192, 96), (64, 192))
+        x, weight, grad = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+        x, weight = x.requires_grad_(), weight.requires_grad_()
+        y = f8.grouped_linear(x, weight, ends, recipe=recipe)
+        found = torch.autograd.grad(y, (x, weight), grad)
+        for expert, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+            own = [each.detach().clone().requires_grad_() for each in (x[start:end], weight[expert])]
+            alone = f8.linear(*own, recipe=recipe)
+            assert_bits_equal(y[start:end], alone)
+            of_x, of_weight = torch.autograd.grad(alone, own, grad[start:end])
+            assert_bits_equal(found[0][start:end], of_x)
+            assert_bits_equal(found[1][expert], of_weight)

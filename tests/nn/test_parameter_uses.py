@@ -216,7 +216,7 @@ MULTIPLIED = {
 
 
 WAYS = ("eager", "compiled", "fullgraph", "compiled inside")
-PAST = "reads its weight itself, past the layer's forward"
+PAST = "reads its weight directly, without calling the layer's forward"
 
 
 class Around(nn.Module):
@@ -274,7 +274,7 @@ def test_strict_raises_at_the_first_forward(way):
     torch._dynamo.reset()
     _, run, prefix = converted(Functional, way, strict=True)
     for _ in range(2):  # it does not go on in silence
-        with pytest.raises(RuntimeError, match=rf"Functional.forward {PAST}: {prefix}b\. Call the layer"):
+        with pytest.raises(RuntimeError, match=rf"Functional\.forward {PAST}: {prefix}b\. Call the layer"):
             run(torch.randn(4, 32))
 
 
@@ -517,8 +517,8 @@ def test_attention_of_pytorch_stays_as_it_is_and_its_packed_projection_is_report
     x = torch.randn(4, 2, 32)
     assert not said(lambda: model[1](model[0](x, x, x)[0]))
     rows = {row.fqn: row for row in f8.conversion_report(model, forward=lambda: model[0](x, x, x)).rows}
-    assert rows["0.out_proj"].reason.startswith("MultiheadAttention.forward reads its weight itself")
-    assert rows["0.in_proj_weight"].reason == "no nn.Linear"
+    assert rows["0.out_proj"].reason.startswith("MultiheadAttention.forward reads its weight directly")
+    assert rows["0.in_proj_weight"].reason == "not a nn.Linear"
 
 
 def test_a_head_that_has_the_embeddings_weight_is_called_or_told_of():
@@ -661,15 +661,45 @@ def test_the_report_of_a_forward_says_which_converted_layers_it_never_called(way
         assert torch.equal(run(x), expected)
     assert counters["frames"]["total"] == frames
     assert [set(vars(module)) for module in model.modules()] == attributes
-    assert set(called(model, None).values()) == {None}
+    assert called(model, None) == {"a": False, "b": None, "c": None, "layers.0": None, "layers.1": None}
 
 
 def test_what_was_never_called_is_printed_and_counted():
     model = f8.convert(Hidden(), RECIPE)
     printed = str(f8.conversion_report(model, forward=lambda: model(torch.randn(4, 32)))).splitlines()
-    assert [line.split()[-2:] for line in printed[2:4]] == [["none", "[1]"], ["all", "three"]]
-    assert "[1] the forward never called this layer" in printed
-    assert printed[-1] == "5 of 5 converted, 3 of them never called"
+    assert [line.split()[-2:] for line in printed[2:5]] == [["none", "[1]"], ["all", "three"], ["none", "[2]"]]
+    assert "[1] Hidden.forward reads its weight directly, without calling the layer's forward" in printed
+    assert "[2] the forward never called this layer" in printed
+    assert printed[-1] == "2 of 5 converted, 3 more converted but never called"
+
+
+class Twice(Functional):
+    """Calls a layer, and multiplies its weight itself too."""
+
+    def forward(self, x):
+        return super().forward(x) + self.b(x)
+
+
+@pytest.mark.filterwarnings("ignore:convert. a weight is used in a GEMM")
+@pytest.mark.parametrize("way", ["eager", "compiled", "blocks"])
+@pytest.mark.parametrize(("parent", "is_called"), [(Functional, False), (Twice, None)])
+def test_a_weight_that_only_other_code_multiplies_is_not_counted_as_converted(parent, is_called, way):
+    """The report said "all three" for it, and only a note said otherwise."""
+    torch._dynamo.reset()
+    model = f8.convert(parent(), RECIPE, filter="*")
+    if way == "blocks":
+        model.b.compile(backend="aot_eager")
+    run = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    run(torch.randn(4, 32))
+    report = f8.conversion_report(copy.deepcopy(model))
+    row = next(row for row in report.rows if row.fqn == "b")
+    assert (row.past_forward.rpartition(".")[2], row.called) == ("forward", is_called)
+    layers = len(report.rows)
+    says = f"{layers} of {layers} converted"
+    if is_called is False:
+        says = f"{layers - 1} of {layers} converted, 1 more converted but never called"
+    assert str(report).endswith(says)
+    assert ("none [1]" in str(report)) is (is_called is False)
 
 
 def test_a_forward_that_fails_leaves_the_model_as_it_was():
@@ -689,7 +719,7 @@ def test_a_forward_replaced_on_a_converted_layer_is_there_again():
 
 @pytest.mark.parametrize("given", [3, "forward", nn.Linear(32, 32)], ids=["int", "str", "module"])
 def test_a_forward_that_is_no_function_is_refused(given):
-    with pytest.raises(TypeError, match=r"conversion_report: forward is .*; it is a function without arguments"):
+    with pytest.raises(TypeError, match=r"`forward` is .*; it must be a function without arguments"):
         f8.conversion_report(Hidden(), forward=given)
 
 

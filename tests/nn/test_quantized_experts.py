@@ -17,13 +17,13 @@ from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import fp8compile as f8
-from fp8compile.nn.codes_in_state import codes_and_scales
 from fp8compile.nn.experts.converted_class import class_by
+from fp8compile.nn.layer.codes_in_state import codes_and_scales
 from fp8compile.tensor import QuantizedParameter
 from fp8compile.testing.bits import difference
 
 RECIPES = (
-    *("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "nvfp4"),
+    *("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "blockwise_bf16_wgrad", "mxfp8", "nvfp4"),
     *(models.FOUR_BITS, models.SQUARES),
 )
 
@@ -133,18 +133,20 @@ def test_the_report_and_what_can_not_change_any_more():
     model = mixture("torchtitan", "rowwise")
     rows = {row.fqn: row for row in f8.conversion_report(model).rows}
     assert rows["blocks.0.experts"].quantized_weight
-    with pytest.raises(TypeError, match="its weights are codes and scales"):
+    with pytest.raises(TypeError, match="its weights are FP8 parameters"):
         f8.revert(model)
-    with pytest.raises(ValueError, match="its weight is codes, which no other forward reads"):
+    with pytest.raises(
+        ValueError, match="its weight is quantized and can only be used with the recipe it was quantized for"
+    ):
         f8.set_recipe(model, forward=None)
-    with pytest.raises(ValueError, match=r"recipe of blocks.0.experts leaves a product of the weight"):
+    with pytest.raises(ValueError, match=r"recipe of blocks.0.experts leaves a GEMM of the weight"):
         f8.convert(
             expert_models.MixtureModel("torchtitan", 2), replace(f8.recipes.rowwise(), input=None, weight=None),
             filter=lambda _, fqn: fqn.endswith("experts"), quantized_parameters=True,
         )  # fmt: skip
     shared = expert_models.MixtureModel("torchtitan", 2)
     shared.blocks[1].experts.down = shared.blocks[0].experts.down
-    with pytest.raises(ValueError, match="have the weights of experts in common"):
+    with pytest.raises(ValueError, match="share the weights of their experts"):
         f8.convert(
             shared, f8.recipes.rowwise(), filter=lambda _, fqn: fqn.endswith("experts"), quantized_parameters=True
         )
@@ -163,7 +165,11 @@ def test_the_report_and_what_can_not_change_any_more():
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", models.FOUR_BITS])
 def test_views_that_keep_no_matrix_raise(use, recipe):
     (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
-    with pytest.raises(TypeError, match="of the weights of experts, whose matrices are codes"):
+    with pytest.raises(
+        TypeError,
+        match="of quantized expert weights is not supported, because it does not keep "
+        "full matrices, and tensors are never",
+    ):
         use(weight.detach())
 
 
@@ -172,7 +178,7 @@ def test_a_part_of_each_matrix_takes_no_values(recipe):
     (weight, *_) = stacks_of(mixture("torchtitan", recipe)).values()
     with torch.no_grad():
         weight[:1].zero_()  # an expert has a scale of its own
-        with pytest.raises(RuntimeError, match="whose scale the rest of it has too"):
+        with pytest.raises(RuntimeError, match="because the rest of the parameter shares its scale"):
             weight[:, :192].zero_()
     assert not weight.dequantize()[0].any()
     assert weight.dequantize()[1].any()
@@ -228,10 +234,12 @@ def test_each_matrix_has_the_scales_that_it_has_alone(kind, scale, block):
 def test_codes_of_another_recipe_are_refused():
     weight = QuantizedParameter.of(torch.randn(2, 32, 64).bfloat16(), f8.recipes.blockwise().weight, batch=1)
     x, offsets = torch.randn(4, 64).bfloat16(), torch.tensor([2, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"grouped_linear: the weight has codes of .* the recipe quantizes"):
+    with pytest.raises(ValueError, match=r"grouped_linear: the weight was quantized with .* the recipe quantizes"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.tensorwise())
     plain = f8.quantize(torch.randn(2, 32, 64).bfloat16(), f8.recipes.tensorwise().weight)
-    with pytest.raises(TypeError, match="only the weight may be quantized, as codes of each matrix by itself"):
+    with pytest.raises(
+        TypeError, match="only `weight` can be quantized, with each matrix quantized separately, because"
+    ):
         f8.grouped_linear(x, plain, offsets, recipe=f8.recipes.tensorwise())
 
 

@@ -60,9 +60,9 @@ def test_a_tail_without_a_recipe_stays_in_high_precision_and_keeps_patterns():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"tail": 1.5}, r"tail is 1\.5; it is the share"),
-        ({"tail": True}, "tail is True; it is the share"),
-        ({"tail_recipe": EIGHT}, "tail_recipe is given and tail is 0"),
+        ({"tail": 1.5}, r"`tail` is 1\.5; it must be"),
+        ({"tail": True}, "`tail` is True; it must be"),
+        ({"tail_recipe": EIGHT}, "`tail_recipe` requires the fraction of blocks"),
     ],
     ids=str,
 )
@@ -112,7 +112,7 @@ def test_experts_take_another_forward_too(assert_bits_equal):
     assert_bits_equal(plain, torch.cat([part @ up.t() for part, up in zip(parts, experts.up, strict=True)]).detach())
     assert_bits_equal(same_gradient, gradient)
     assert not torch.equal(plain, in_fp8)
-    with pytest.raises(ValueError, match=r"set_recipe: experts can't take another forward: .*input has block"):
+    with pytest.raises(ValueError, match=r"set_recipe: the forward of experts can't be changed: .*input has block"):
         f8.set_recipe(model, forward=OF_TOKENS)
     assert model.first.recipe == experts.recipe, "a refusal changed a layer"
     f8.set_recipe(model, forward=before)
@@ -189,11 +189,15 @@ def test_gradients_of_codes_are_of_gradients_in_high_precision(backward, of_code
 @pytest.mark.parametrize(
     ("model", "forward", "says"),
     [
-        (torch.nn.Linear(2, 2), None, r"has no fp8compile\.Linear and no experts in FP8"),
-        (f8.Linear(16, 16, recipe=f8.recipes.delayed()), None, "can't take another forward: delayed scaling"),
-        (f8.Linear(16, 16, recipe=FOUR), "bf16", "forward is 'bf16'; it is a fp8compile.Recipe, or None"),
-        (f8.Linear(16, 16, recipe=FOUR), f8.recipes.nvfp4(emulate=True), "has not; convert with emulate=True"),
-        (f8.Linear(16, 16, recipe=EIGHT), BY_MX, "has not; convert with by_mx=True"),
+        (torch.nn.Linear(2, 2), None, "the model has no FP8 layers"),
+        (f8.Linear(16, 16, recipe=f8.recipes.delayed()), None, "can't be changed: delayed scaling"),
+        (
+            f8.Linear(16, 16, recipe=FOUR),
+            "bf16",
+            "`forward` must be a fp8compile.Recipe, or None for high precision; got 'bf16'",
+        ),
+        (f8.Linear(16, 16, recipe=FOUR), f8.recipes.nvfp4(emulate=True), "of convert too"),
+        (f8.Linear(16, 16, recipe=EIGHT), BY_MX, "of convert too"),
     ],
     ids=str,
 )

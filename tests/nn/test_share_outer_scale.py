@@ -108,7 +108,7 @@ def test_scales_of_blocks_are_not_shared(assert_bits_equal):
 
 
 REFUSED = {
-    "delayed": ({"recipe": f8.recipes.delayed()}, "keeps a scale for each layer"),
+    "delayed": ({"recipe": f8.recipes.delayed()}, "keeps one scale per layer"),
     "codes": ({"recipe": f8.recipes.tensorwise(), "quantized_parameters": True}, "quantized_parameters"),
     "recipes": ({"recipe": {"q_proj": f8.recipes.nvfp4(), "*": f8.recipes.tensorwise()}}, "have different recipes"),
     "left out": ({"recipe": f8.recipes.nvfp4(), "filter": ["*", "!k_proj"]}, "k_proj of the model stays"),
@@ -134,29 +134,31 @@ def test_convert_again_with_the_same_groups_does_nothing_and_with_others_raises(
     group = model.q_proj.scale_group
     assert f8.convert(model, recipe, filter="*", share_outer_scale=[GROUP[::-1]]).q_proj.scale_group is group
     for others in (("q_proj", "k_proj"), (*GROUP, "o_proj")):
-        with pytest.raises(ValueError, match=r"q_proj is converted already, and shares no .* with exactly"):
+        with pytest.raises(
+            ValueError, match=r"q_proj is already converted, and does not share its global scale with exactly"
+        ):
             f8.convert(model, recipe, filter="*", share_outer_scale=[others])
     apart = f8.convert(Attention(), recipe, filter=["q_proj", "k_proj"])
-    with pytest.raises(ValueError, match="q_proj is converted already"):
+    with pytest.raises(ValueError, match="q_proj is already converted"):
         f8.convert(apart, recipe, filter="*", share_outer_scale=[GROUP])
     assert type(apart.v_proj) is nn.Linear
 
 
 @pytest.mark.parametrize("given", ["q_proj", [("q_proj",)], [1], 3])
 def test_groups_that_are_no_names_are_refused(given):
-    with pytest.raises(TypeError, match="share_outer_scale is"):
+    with pytest.raises(TypeError, match="`share_outer_scale` is"):
         f8.convert(Attention(), f8.recipes.nvfp4(), share_outer_scale=given)
 
 
 def test_a_forward_of_another_recipe_is_refused():
-    with pytest.raises(ValueError, match="shares an outer scale"):
+    with pytest.raises(ValueError, match="shares a global scale"):
         f8.set_recipe(shared(f8.recipes.nvfp4()), forward=None)
 
 
 @pytest.mark.parametrize("amax", [torch.ones(()), torch.ones(1).bfloat16()])
 def test_an_amax_of_another_shape_is_refused(amax):
     layer, x = shared(f8.recipes.nvfp4()).q_proj, tokens()
-    with pytest.raises(ValueError, match="outer_amax has shape"):
+    with pytest.raises(ValueError, match="`outer_amax` must be"):
         f8.linear(x, layer.weight, recipe=layer.recipe, outer_amax=amax)
     codes = f8.quantize(layer.weight.detach(), layer.recipe.weight)
     with pytest.raises(ValueError, match="a quantized weight"):
@@ -179,5 +181,5 @@ def test_reciprocal_outer_scales_survive_two_reciprocals():
 
 @pytest.mark.parametrize("options", [{"outer": "inverse"}, {"outer": "reciprocal", "scale": "torchao"}])
 def test_other_rules_of_the_outer_scale_are_refused(options):
-    with pytest.raises(ValueError, match="nvfp4: outer is"):
+    with pytest.raises(ValueError, match="nvfp4: `outer` is"):
         f8.recipes.nvfp4(**options)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp8compile as f8
-from fp8compile.ops.recipe_support import recipe_support
+from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.bits import difference
 from fp8compile.testing.explain import explain

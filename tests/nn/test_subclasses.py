@@ -133,7 +133,7 @@ print(type(layer).__mro__[1].__module__, isinstance(layer, torch.nn.modules.line
 """
     command = [sys.executable, "-W", "ignore", "-c", program]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.stdout.split() == ["fp8compile.nn.subclasses", "True"], finished.stderr
+    assert finished.stdout.split() == ["fp8compile.nn.convertible.subclasses", "True"], finished.stderr
 
 
 def test_state_dicts_go_both_ways(assert_bits_equal):
@@ -189,8 +189,8 @@ class OwnAttribute(nn.Linear):
 LEFT = {
     OwnForward: "a subclass of nn.Linear (OwnForward), whose own forward would be lost",
     OwnCall: "a subclass of nn.Linear (OwnCall), whose own forward would be lost",
-    OwnRecipe: "it has an attribute recipe of its own, and so has an FP8 layer",
-    OwnAttribute: "it has an attribute weight_scale of its own, and so has an FP8 layer",
+    OwnRecipe: "it already has an attribute recipe, which an FP8 layer also uses",
+    OwnAttribute: "it already has an attribute weight_scale, which an FP8 layer also uses",
 }
 
 
@@ -205,9 +205,9 @@ def test_a_layer_that_would_lose_something_stays_and_says_what(cls):
 
 
 NOTHING = (
-    "convert: no linear is converted. Left as they are: 2 (tiny: a dim of 8 is less than 16), 1 (weights are "
-    "torch.float64; FP8 layers take bfloat16, float16, float32). See fp8compile.conversion_report(model) for each of "
-    "them."
+    "convert: no linear layer was converted. Skipped: 2 (tiny: a dim of 8 is less than 16), 1 (weights are "
+    "torch.float64; FP8 layers support bfloat16, float16 and float32). See fp8compile.conversion_report(model) for "
+    "the reason of each layer."
 )
 
 
@@ -217,7 +217,7 @@ def nothing_to_gain():
 
 def test_a_convert_that_converts_nothing_warns_with_the_reasons_counted():
     layers = nothing_to_gain()
-    with pytest.warns(UserWarning, match="no linear is converted") as caught:
+    with pytest.warns(UserWarning, match="no linear layer was converted") as caught:
         f8.convert(layers, RECIPE)
     assert ([str(each.message) for each in caught], caught[0].filename) == ([NOTHING], __file__)
     assert [row.reason[:4] for row in f8.conversion_report(layers).rows] == ["tiny", "tiny", "weig"]
@@ -225,16 +225,16 @@ def test_a_convert_that_converts_nothing_warns_with_the_reasons_counted():
 
 def test_strict_raises_instead_and_changes_nothing():
     layers = nothing_to_gain()
-    with pytest.raises(ValueError, match="no linear is converted") as caught:
+    with pytest.raises(ValueError, match="no linear layer was converted") as caught:
         f8.convert(layers, RECIPE, strict=True)
     assert str(caught.value) == NOTHING
-    assert {row.reason for row in f8.conversion_report(layers).rows} == {"convert() has not seen it"}
+    assert {row.reason for row in f8.conversion_report(layers).rows} == {"convert() has not visited it"}
 
 
 def test_a_convert_that_converts_something_or_has_done_so_before_is_silent():
     layers = f8.convert(nn.Sequential(nn.Linear(32, 8), nn.Linear(32, 32)), RECIPE, strict=True)
     assert f8.convert(layers, RECIPE, strict=True) is layers
-    with pytest.warns(UserWarning, match="no linear is converted. Left as they are: 1 "):
+    with pytest.warns(UserWarning, match="no linear layer was converted. Skipped: 1 "):
         f8.convert(layers, RECIPE, filter=lambda module, fqn: False)
 
 

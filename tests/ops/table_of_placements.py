@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from measured_layers import Measured, alone, measured
@@ -20,13 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import fp8compile as f8
+from fp8compile import ops
 from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
 from fp8compile.ops.amax import amax
-from fp8compile.ops.layer import layer_ops
 from fp8compile.ops.layer.fsdp_rows import Rows
+from fp8compile.ops.layer.known import Known
+from fp8compile.ops.layer.layer_sharding import UNSHARDED, LayerSharding, OverFsdp, OverGroup
 from fp8compile.ops.layer.make_weight_codes import sets_of_weight
 from fp8compile.ops.layer.quantize_over_ranks import quantize_part
-from fp8compile.quantizers import GEMMS, Quantizer, Recipe
+from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.testing.bits import difference
 
 __all__ = ["CALLS", "CELLS", "KINDS", "LISTED", "OPTIMISATIONS", "PLACES", "Cell", "has_graph", "outcome"]
@@ -131,15 +133,13 @@ class Given(NamedTuple):
 
     Attributes:
         recipe: Of the layer.
-        amaxes: Of the whole weight for both products, or None; or tensors of its known codes.
+        known: What is known of the weight.
         ends: Of the groups.
-        quantizers: Of known codes, for both products.
     """
 
     recipe: Recipe
-    amaxes: Sequence[Tensor | None]
+    known: Sequence[Tensor | None]
     ends: Tensor
-    quantizers: Sequence[Quantizer] = ()
 
 
 Call = Callable[[Tensor, Tensor, Given], Tensor]
@@ -162,91 +162,63 @@ def _dtensors(x: Tensor, weight: Tensor) -> tuple[DTensor, DTensor]:
 
 
 def _dtensor_linear(x: Tensor, weight: Tensor, given: Given) -> Tensor:
-    return layer_ops.linear(*_dtensors(x, weight), None, given.recipe).to_local()
+    return ops.linear(*_dtensors(x, weight), None, None, given.known, [], UNSHARDED, given.recipe).to_local()
 
 
 def _dtensor_delayed(x: Tensor, weight: Tensor, given: Given) -> Tensor:
     state = [_placed(each, Replicate()) for each in _state()]
-    return layer_ops.delayed_linear(*_dtensors(x, weight), None, *state, None, given.recipe)[0].to_local()
+    tail = None, [], [], UNSHARDED, given.recipe
+    return ops.delayed_linear(*_dtensors(x, weight), None, None, None, *state, None, *tail)[0].to_local()
 
 
 def _dtensor_grouped(x: Tensor, weight: Tensor, given: Given) -> Tensor:
     return f8.grouped_linear(*_dtensors(x, weight), given.ends, recipe=given.recipe).to_local()
 
 
-def _known(given: Given) -> tuple[Any, ...]:
-    """The fields of known codes."""
-    tensors: Any = [None if each.numel() == 0 else each for each in given.amaxes]  # without a second level of scales
-    first, second = given.quantizers
-    return *tensors[:3], first, *tensors[3:], second
+def _linear(sharding: LayerSharding, sizes: Sequence[int] = (), *, grouped: bool = False) -> Call:
+    def call(x: Tensor, weight: Tensor, given: Given) -> Tensor:
+        offs = given.ends if grouped else None
+        return ops.linear(x, weight, None, offs, given.known, sizes, sharding, given.recipe)
+
+    return call
+
+
+def _delayed(x: Tensor, weight: Tensor, given: Given) -> Tensor:
+    tail = None, [], [], UNSHARDED, given.recipe
+    return ops.delayed_linear(x, weight, None, None, None, *_state(), None, *tail)[0]
 
 
 def _fsdp_delayed(x: Tensor, weight: Tensor, given: Given) -> Tensor:
-    tokens = torch.zeros(3), torch.zeros(1)
-    how = None, None, _state()[1], Rows.alone(OUT, "bfloat16"), given.recipe
-    return layer_ops.fsdp_delayed_linear(x, weight, None, *tokens, *how)[0]
+    state = torch.zeros(3), torch.zeros(1), None, _state()[1], None
+    tail = None, [], [], OverFsdp(Rows.alone(OUT, "bfloat16")), given.recipe
+    return ops.delayed_linear(x, weight, None, *state, *tail)[0]
 
 
-# by where, what and whether there is a state: the layer, None of what has none, and how it is called
-CALLS: dict[tuple[str, str, bool], tuple[layer_ops.Layer | None, Call]] = {
-    ("whole", "dense", False): (layer_ops.LINEAR, lambda x, w, given: layer_ops.linear(x, w, None, given.recipe)),
-    ("whole", "dense", True): (
-        layer_ops.DELAYED,
-        lambda x, w, given: layer_ops.delayed_linear(x, w, None, *_state(), None, given.recipe)[0],
-    ),
-    ("shared scale", "dense", False): (
-        layer_ops.SHARED_SCALE,
-        lambda x, w, given: layer_ops.shared_scale_linear(x, w, None, given.amaxes[0], given.recipe),
-    ),
-    ("known codes", "dense", False): (
-        layer_ops.KNOWN_CODES,
-        lambda x, w, given: layer_ops.known_codes_linear(x, w, None, *_known(given), given.recipe),
-    ),
-    ("known codes", "grouped", False): (
-        layer_ops.KNOWN_CODES_GROUPED,
-        lambda x, w, given: layer_ops.known_codes_grouped_linear(x, w, given.ends, None, *_known(given), given.recipe),
-    ),
-    ("whole", "grouped", False): (
-        layer_ops.GROUPED,
-        lambda x, w, given: layer_ops.grouped_linear(x, w, given.ends, None, given.recipe),
-    ),
-    ("group", "dense", False): (
-        layer_ops.SHARDED,
-        lambda x, w, given: layer_ops.sharded_linear(x, w, None, 0, [OUT], None, [0], 0, "", given.recipe),
-    ),
-    ("group", "grouped", False): (
-        layer_ops.SHARDED_GROUPED,
-        lambda x, w, given: layer_ops.sharded_grouped_linear(x, w, given.ends, None, 1, [OUT], 0, "", given.recipe),
-    ),
-    ("group of two", "grouped", False): (  # what it refuses, it refuses before it sends anything
-        layer_ops.SHARDED_GROUPED,
-        lambda x, w, given: layer_ops.sharded_grouped_linear(
-            x, w, given.ends, None, 1, [OUT, OUT], 0, "", given.recipe
-        ),
-    ),
-    ("FSDP", "dense", False): (
-        layer_ops.FSDP,
-        lambda x, w, given: layer_ops.fsdp_linear(
-            x, w, None, *given.amaxes, Rows.alone(OUT, "bfloat16"), given.recipe
-        ),
-    ),
-    ("FSDP", "dense", True): (layer_ops.FSDP_DELAYED, _fsdp_delayed),
-    ("FSDP", "grouped", False): (
-        layer_ops.FSDP_GROUPED,
-        lambda x, w, given: layer_ops.fsdp_grouped_linear(
-            x, w, given.ends, None, Rows.alone(EXPERTS, "bfloat16"), given.recipe
-        ),
-    ),
-    ("DTensor", "dense", False): (None, _dtensor_linear),
-    ("DTensor", "dense", True): (None, _dtensor_delayed),
-    ("DTensor", "grouped", False): (None, _dtensor_grouped),
+ONE = OverGroup(weight_dim=0, ranks=1, rank=0, group="")
+# by where, what and whether there is a state: how a layer is called
+CALLS: dict[tuple[str, str, bool], Call] = {
+    ("whole", "dense", False): _linear(UNSHARDED),
+    ("whole", "dense", True): _delayed,
+    ("shared scale", "dense", False): _linear(UNSHARDED),
+    ("known codes", "dense", False): _linear(UNSHARDED),
+    ("known codes", "grouped", False): _linear(UNSHARDED, grouped=True),
+    ("whole", "grouped", False): _linear(UNSHARDED, grouped=True),
+    ("group", "dense", False): _linear(ONE, [OUT]),
+    ("group", "grouped", False): _linear(ONE, [OUT], grouped=True),
+    # what it refuses, it refuses before it sends anything
+    ("group of two", "grouped", False): _linear(replace(ONE, ranks=2), [OUT, OUT], grouped=True),
+    ("FSDP", "dense", False): _linear(OverFsdp(Rows.alone(OUT, "bfloat16"))),
+    ("FSDP", "dense", True): _fsdp_delayed,
+    ("FSDP", "grouped", False): _linear(OverFsdp(Rows.alone(EXPERTS, "bfloat16")), grouped=True),
+    ("DTensor", "dense", False): _dtensor_linear,
+    ("DTensor", "dense", True): _dtensor_delayed,
+    ("DTensor", "grouped", False): _dtensor_grouped,
 }
 
 
 def takes_amax(place: str, kind: str) -> bool:
-    """Whether the ranks of a placement may know the weight's amax: then it is an argument."""
-    layer, _ = CALLS.get((place, kind, False), (None, None))
-    return layer is not None and bool({"amax", "outer_amax"} & set(layer.placement.__match_args__))
+    """Whether a layer may be told the amax of its weight; stacked matrices have one each, which nothing computes."""
+    return kind == "dense" and (place, kind, False) in CALLS and place != "known codes"
 
 
 GIVEN = ("given codes", "given pair")
@@ -299,37 +271,37 @@ class Listed:
 LISTED = (
     Listed(
         reason="a multiplier is one number a tensor, and of two levels each block has its own",
-        text="Recipe: no GEMM computes output",
+        text="Recipe: no GEMM supports the blocks of output",
         source=("multiplier",),
         levels=("two",),
     ),
     Listed(
         reason="an expert without tokens has no amax of the step before",
-        text="the recipe has delayed scaling",
+        text="delayed scaling is not supported, because it keeps one amax per tensor",
         kind=("grouped",),
         source=("multiplier",),
     ),
     Listed(
         reason="a function has no place for a state; a layer on DTensors has",
-        text="whose state is kept by layers",
+        text="is not supported by a function of shards",
         place=("group",),
         source=("multiplier",),
     ),
     Listed(
-        reason="what the forward keeps would be other codes than grad_input takes",
+        reason="keep_weight_codes requires the same quantizer for weight and weight_for_grad_input",
         text="Recipe: keep_weight_codes",
         source=("given pair",),
         optimisation=("kept weight codes",),
     ),
     Listed(
         reason="gradients read the values of the forward's codes: a second set serves nobody",
-        text="weight has codes of",
+        text="weight was quantized ",
         source=("given pair",),
         optimisation=("dequantized gradients", "weight's codes alone"),
     ),
     Listed(
         reason="ends of groups are those of one rank's rows, and no dim of a DTensor",
-        text="x is a DTensor; groups are those of one rank",
+        text="`x` is a DTensor, but groups are local to a rank",
         place=("DTensor",),
         kind=("grouped",),
     ),
@@ -355,13 +327,13 @@ LISTED = (
     ),
     Listed(
         reason="ranks that share an expert's matrix do not reduce its outer amax, and noise is that of a rank's place",
-        text="ranks share each expert's matrix",
+        text="the matrix of each expert is sharded over ranks",
         is_meaning=False,
         place=("group of two",),
     ),
     Listed(
         reason="the ops of a group and of FSDP in the graph take values; DTensors and stock FSDP2 take codes",
-        text="nothing dequantizes in silence",
+        text="tensors are never dequantized implicitly",
         is_meaning=False,
         place=("group", "FSDP"),
         source=GIVEN,
@@ -375,31 +347,30 @@ LISTED = (
 def _measure(cell: Cell, *, graph: bool, is_plain: bool = False) -> Measured:
     """Run a cell, or what it is to be like: by its recipe, on whole tensors of values."""
     recipe, (x, weight, grad, ends) = recipe_of(cell), _tensors(cell.kind)
-    place, amaxes = "whole" if is_plain else cell.place, []
+    place, known = "whole" if is_plain else cell.place, []
     if cell.source == "given amax" and not is_plain:
         slots = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
-        is_shared = cell.place == "shared scale"
-        amaxes = [weight.float().abs().amax().view(1)] if is_shared else [amax(weight, each) for each in slots]
-    quantizers: tuple[Quantizer, ...] = ()
+        known = [part for each in slots for part in Known(amax=amax(weight, each))]
+        if cell.place == "shared scale":
+            known = [*Known(outer_amax=weight.float().abs().amax().view(1))]
     if place == "known codes":
-        sets = sets_of_weight(weight, recipe)
-        quantizers = tuple(each.quantizer for each in sets)
-        parts = (part for each in sets for part in (each.codes, each.scale, each.outer_scale))
-        amaxes = [torch.empty(0) if part is None else part for part in parts]
+        known = Known.sets(*sets_of_weight(weight, recipe))
     if cell.source in GIVEN and not is_plain and place != "known codes":
         weight = _codes(weight, recipe, is_pair=cell.source == "given pair")
     else:
         weight = weight.clone().requires_grad_(cell.source not in GIVEN and cell.optimisation != "frozen weight")
     x = x.clone().requires_grad_(cell.optimisation != "input without gradient")
     has_state = cell.source == "multiplier"
-    _, call = CALLS.get((place, cell.kind, has_state)) or CALLS[place, cell.kind, False]
+    call = CALLS.get((place, cell.kind, has_state)) or CALLS[place, cell.kind, False]
+    places = [index for index, each in enumerate(known) if each is not None]
 
-    def run(x: Tensor, weight: Tensor, ends: Tensor, *amaxes: Tensor) -> Tensor:
-        return call(x, weight, Given(recipe, amaxes or (None, None), ends, quantizers))
+    def run(x: Tensor, weight: Tensor, ends: Tensor, *given: Tensor) -> Tensor:
+        own = dict(zip(places, given, strict=True))
+        return call(x, weight, Given(recipe, [own.get(index) for index in range(len(known))], ends))
 
     gpu = "b200" if cell.levels == "two" else "h200"
     with alone() if place == "DTensor" else nullcontext():
-        return measured(run, (x, weight, ends, *amaxes), grad, gpu if graph else None)
+        return measured(run, (x, weight, ends, *(known[index] for index in places)), grad, gpu if graph else None)
 
 
 @cache

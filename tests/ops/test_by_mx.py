@@ -15,7 +15,7 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.by_mx import BLOCKWISE_BY_MX, SCALED_BY_MX
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.selection import select_gemm
-from fp8compile.ops.recipe_support import recipe_support
+from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
@@ -81,7 +81,7 @@ def test_blocks_of_float32_scales_are_refused_with_the_advice(capability):
     assert {each.kind for each in kinds(f8.recipes.blockwise(scale="pow2"), capability)} == {"blockwise_by_mx"}
     refused = kinds(f8.recipes.blockwise(), capability)
     assert {each.kind for each in refused} == {"none"}
-    assert all("Take fp8compile.recipes.blockwise(scale='pow2')" in each.detail for each in refused)
+    assert all("Use fp8compile.recipes.blockwise(scale='pow2')" in each.detail for each in refused)
 
 
 def test_blocks_keep_the_gemm_that_hopper_has():
@@ -138,7 +138,7 @@ def test_explain_names_the_gemm_and_says_where_it_gains_nothing(arch, gains):
     found = explain(layer, (x,), gpu=arch)
     lines = [line for part in (*graph_sections(found), *gpu_sections(found)) for line in part.lines]
     assert "GEMMs of converted layers: scaled_by_mx (3)." in lines
-    assert any(line.startswith("by_mx=True gains nothing on this GPU") for line in lines) != gains
+    assert any(line.startswith("by_mx=True has no benefit on this GPU") for line in lines) != gains
 
 
 def test_the_roofline_of_a_5090_has_the_rate_of_mx():

@@ -17,8 +17,7 @@ import fp8compile as f8
 from fp8compile._compat import cpu_has_rowwise_gemm
 from fp8compile.library import Cut, Quantizer, Split, register_op
 from fp8compile.ops import OPS, registry
-from fp8compile.ops.layer import OPS_OF_LAYERS
-from fp8compile.ops.layer.statistics.observe import OBSERVE_OPS
+from fp8compile.ops.layer import LAYER_OPS
 from fp8compile.quantizers import constant
 from fp8compile.testing import check_op, check_quantizer
 from fp8compile.testing.contracts import op_contracts, quantizer_contracts
@@ -26,7 +25,7 @@ from fp8compile.testing.graphs import recording
 
 QUANTIZER_CONTRACTS = [contract.__name__ for contract in quantizer_contracts.CONTRACTS]
 OP_CONTRACTS = [contract.__name__ for contract in op_contracts.CONTRACTS]
-PARTS = ("expected", "found", "to mend")
+PARTS = ("expected", "found", "to fix")
 # processes take seconds each; one quantizer and one op show what they show for all
 IN_PROCESSES = {"quantizer": ("text_in_a_fresh_process",), "op": ("cache_key_follows_its_source",)}
 OURS = [
@@ -64,7 +63,7 @@ def test_our_quantizers_keep_every_contract(quantizer, backends):
 # what the derivative of an op is meant to be, where autograd can't see it in the op's own code
 MEANT = {
     # a layer's output passes; what is counted has no gradient
-    **{op.name(): lambda y, *others: y * 1 for op, how in OBSERVE_OPS.items() if not how.gradient},
+    "fp8compile::observe": lambda y, *others: y * 1,
     "fp8compile::straight_through": lambda values, x, quantizer: x.to(values.dtype),
     "fp8compile::with_product_gradient": lambda product, a, b, quantizer: a.to(product.dtype) @ b.to(product.dtype),
     # straight through the rounding of what travels; of one rank, rows stay where they are
@@ -72,24 +71,14 @@ MEANT = {
         rows[: sent.sum()], (0, 0, 0, 0 if length is None else length - int(sent.sum()))
     ),
 }
-# what they observe has no part in the gradient of what they return
-MEANT |= {op.name(): lambda y, *others: y * 1 for op, kind in OBSERVE_OPS.items() if not kind.gradient}
 HELD_ELSEWHERE = {
     # its gradient travels as codes: test_expert_parallel.py holds it against layers that send none
     "fp8compile::combine",
-    # codes and scales are arguments beside the weight that they were made from, and only the weight gets a gradient,
-    # so impl's slope along a scale isn't the derivative: test_cached_weights.py and test_cached_experts.py hold it
-    # against layers without codes
-    "fp8compile::known_codes_linear",
-    "fp8compile::known_codes_grouped_linear",
 }
 QUANTIZES = "the values of the derivative, for "  # and a layer's own tests hold them against products of dequantize
 # Gradients of Inductor's code are compared to the bit in test_shapes.py, test_delayed.py,
-# test_grouped_linear.py and, on two ranks, test_explicit_groups.py and test_tensor_parallel.py. fsdp_delayed_linear is
-# made of what fsdp_linear and delayed_linear are.
-LAYERS = ("", "delayed_", "sharded_", "grouped_")
-BY_INDUCTOR_ELSEWHERE = {f"fp8compile::{kind}grad_{operand}" for kind in LAYERS for operand in ("input", "weight")}
-BY_INDUCTOR_ELSEWHERE |= {"fp8compile::sharded_linear", "fp8compile::fsdp_delayed_linear"}
+# test_grouped_linear.py and, on two ranks, test_explicit_groups.py and test_tensor_parallel.py.
+BY_INDUCTOR_ELSEWHERE = {"fp8compile::grad_input", "fp8compile::grad_weight"}
 
 
 def test_what_inductor_compiles_elsewhere_is_an_op_of_ours():
@@ -110,7 +99,7 @@ def test_our_ops_keep_every_contract(name, backends, monkeypatch):
 
 
 # DTensor takes layers apart itself, or is given what one rank has
-LAYERS = {op.name() for op in (*OPS_OF_LAYERS, *OBSERVE_OPS)}
+LAYERS = {*(op.name() for op in LAYER_OPS), "fp8compile::observe", "fp8compile::observe_gradient"}
 OTHERS = (
     "scatter_sum",
     "quantize_weight",
@@ -118,15 +107,7 @@ OTHERS = (
     "fsdp_gather",
     "fsdp_reduce",
     "add_pieces",
-    "count_cast",
     "weight_codes",
-    # in graphs of one rank, put there by Inductor's passes
-    *("noted_codes", "noted_counts", "quantize_several"),
-)
-# of one rank
-COUNTED = (
-    *("quantize_weight_counted", "quantize_both_counted", "quantize_columns_counted", "quantize_several_counted"),
-    "quantize_two_levels_counted",
 )
 TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data
@@ -134,13 +115,11 @@ GROUPS = (
     *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),
     *("group_two_levels", "group_outer_amaxes", "group_quantize_two_levels", "grouped_nvfp4_mm"),
     *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
-    *("group_cast_counted", "group_quantize_both_counted", "group_quantize_rows_counted"),
-    "group_quantize_two_levels_counted",
     *("dispatch", "combine", "exchange_rows"),  # of one rank, too
     # operands laid out for one GPU, and packed codes
     *("nvfp4_mm", "outer_amaxes", "quantize_two_levels"),
 )
-NO_RULE = LAYERS | {f"fp8compile::{name}" for name in (*OTHERS, *COUNTED, *TOKENS, *GROUPS)}
+NO_RULE = LAYERS | {f"fp8compile::{name}" for name in (*OTHERS, *TOKENS, *GROUPS)}
 
 
 def test_every_op_of_ours_has_a_sharding_rule_that_runs():
@@ -184,13 +163,13 @@ def test_all_breaches_are_told_together():
 
 
 def test_what_is_no_quantizer_no_op_and_no_contract_is_refused():
-    with pytest.raises(TypeError, match=r"check_quantizer: quantizer is <class .*made by Name"):
+    with pytest.raises(TypeError, match=r"check_quantizer: `quantizer` is <class .*instance"):
         check_quantizer(f8.CurrentScaling)
     with pytest.raises(
-        TypeError, match=r"check_op: op is 'nothing'; .* are fp8compile::add_pieces, fp8compile::after"
+        TypeError, match=r"check_op: `op` is 'nothing'; .* are fp8compile::add_pieces, fp8compile::after"
     ):
         check_op("nothing")
-    with pytest.raises(ValueError, match="skip names 'speed'; the contracts are equal_after_copy_and_pickle, "):
+    with pytest.raises(ValueError, match="`skip` contains 'speed'; the contracts are equal_after_copy_and_pickle, "):
         check_quantizer(f8.CurrentScaling(), skip=["speed"])
 
 
@@ -202,28 +181,36 @@ def define(**steps):
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
-        ({"multiplier": lambda self, amax: None}, "Near.multiplier returned None; it returns float32 of shape (4, 1), "
-         "that of amax."),
+        ({"multiplier": lambda self, amax: None}, "Near.multiplier returned None; it must return float32 of shape "
+                                                  "(4, 1), that of amax."),
         ({"multiplier": lambda self, amax: amax.double()}, "Near.multiplier returned float64 of shape (4, 1); it "
-         "returns float32 of shape (4, 1), that of amax."),
-        ({"multiplier": lambda self, amax: amax.mT}, "Near.multiplier returned float32 of shape (1, 4); it returns "
-         "float32 of shape (4, 1), that of amax."),
-        ({"amax": lambda self, x: x.abs().amax()}, "Near.amax returned float32 of shape (); it returns float32 of "
-         "shape (4, 1), what scale_shape says."),
-        ({"scale_of": lambda self, multiplier: 1.0}, "Near.scale_of returned 1.0; it returns float32 of shape (4, 1), "
-         "that of multiplier, in scale_dtype()."),
+                                                           "must return float32 of shape (4, 1), that of amax."),
+        ({"multiplier": lambda self, amax: amax.mT}, "Near.multiplier returned float32 of shape (1, 4); it must "
+                                                     "return float32 of shape (4, 1), that of amax."),
+        ({"amax": lambda self, x: x.abs().amax()}, "Near.amax returned float32 of shape (); it must return float32 "
+                                                   "of shape (4, 1), what scale_shape says."),
+        ({"scale_of": lambda self, multiplier: 1.0}, "Near.scale_of returned 1.0; it must return float32 of shape "
+                                                     "(4, 1), that of multiplier, in scale_dtype()."),
         ({"cast": lambda self, x, multiplier: x * multiplier}, "Near.cast returned float32 of shape (4, 8); it "
-         "returns uint8 of shape (4, 8), what codes_shape says."),
+                                                               "must return uint8 of shape (4, 8), what "
+                                                               "codes_shape says."),
         ({"dequantize": lambda self, codes, scale, dtype=torch.float32: (codes * scale).half()}, "Near.dequantize "
-         "returned float16 of shape (4, 8); it returns float32 of shape (4, 8), what values_shape says."),
+                                                                                                 "returned float16 "
+                                                                                                 "of shape (4, 8); "
+                                                                                                 "it must return "
+                                                                                                 "float32 of shape "
+                                                                                                 "(4, 8), what "
+                                                                                                 "values_shape "
+                                                                                                 "says."),
         ({"scale_dtype": lambda self: "float32", "scale_of": f8.CurrentScaling.scale_of,
           "scale_values": f8.CurrentScaling.scale_values, "stores_e8m0": lambda self: False},
-         "Near.scale_dtype returned 'float32'; it returns a torch.dtype, such as torch.uint8."),
+         "Near.scale_dtype returned 'float32'; it must return a torch.dtype, such as torch.uint8."),
         ({"codes_shape": lambda self, shape: shape[0], "values_shape": lambda self, shape: shape,
           "transposed": lambda self: self,
           "cast": lambda self, x, multiplier: f8.CurrentScaling.cast(self, x, multiplier),
           "dequantize": lambda self, codes, scale, dtype: f8.CurrentScaling.dequantize(self, codes, scale, dtype)},
-         "Near.codes_shape returned 4 for shape (4, 8); it returns a tuple of ints."),
+         "Near.codes_shape returned 4 for shape (4, 8); it must return a tuple of ints, one size "
+         "per dim, such as (4, 8)."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -245,7 +232,7 @@ def test_what_builds_on_a_broken_layout_is_not_told_again():
         check_quantizer(q, skip=IN_PROCESSES["quantizer"])
     text = str(caught.value)
     assert text.count("Near.multiplier returned None") == 1
-    assert "Not run, for they build on layout_is_what_it_says: transposed_is_of_the_transposed_matrix, " in text
+    assert "Not run, because they depend on layout_is_what_it_says: transposed_is_of_the_transposed_matrix, " in text
 
 
 def counts_its_calls(self, amax: Tensor) -> Tensor:
@@ -256,14 +243,14 @@ def counts_its_calls(self, amax: Tensor) -> Tensor:
 def test_a_step_that_changes_a_field_is_told():
     q = define(__annotations__={"calls": int}, calls=0, multiplier=counts_its_calls)
     with pytest.raises(
-        AssertionError, match=r"(?s)nothing_but_the_arguments_decides\n.*is the same afterwards.*'calls'"
+        AssertionError, match=r"(?s)nothing_but_the_arguments_decides\n.*the checked object is unchanged.*'calls'"
     ):
         check_quantizer(q, skip=others(QUANTIZER_CONTRACTS, "nothing_but_the_arguments_decides"))
 
 
 @pytest.mark.parametrize("check", [check_quantizer, check_op])
 def test_one_name_alone_is_no_list_of_names(check):
-    with pytest.raises(TypeError, match=r"skip is 'passes_opcheck'; .* skip=\('passes_opcheck',\)"):
+    with pytest.raises(TypeError, match=r"`skip` is 'passes_opcheck'; .* skip=\('passes_opcheck',\)"):
         check({check_quantizer: f8.CurrentScaling(), check_op: "fp8compile::amax"}[check], skip="passes_opcheck")
 
 
@@ -390,7 +377,7 @@ def test_a_derivative_that_autograd_cannot_see_is_held_against_slopes(plant, cap
     assert "backward_is_the_derivative" not in unseen
     assert "planted::numpy_square: backward_is_the_derivative holds" in capsys.readouterr().out
     wrong = squares | {"backward": lambda ctx, grad: (grad * ctx.saved_tensors[0], None)}
-    with pytest.raises(AssertionError, match=r"(?s)input +\(4, 6\) float32.*slope by float64 differences"):
+    with pytest.raises(AssertionError, match=r"(?s)input +\(4, 6\) float32.*slope from float64 differences"):
         check_op(plant("numpy_wrong", **parts | wrong), skip=skip)
 
 
@@ -401,7 +388,7 @@ def test_what_was_not_looked_at_is_said(plant, capsys):
     skip = others(OP_CONTRACTS, "backward_is_the_derivative")
     unseen = check_op(plant("numpy_rounds", impl=rounds, decompose=None), skip=skip)
     assert unseen["backward_is_the_derivative"].startswith("the values of the derivative, for 2 inputs, the first")
-    assert "backward_is_the_derivative was not looked at: the values" in capsys.readouterr().out
+    assert "backward_is_the_derivative was not checked: the values" in capsys.readouterr().out
     assert unseen["passes_opcheck"] == "skipped"
 
 
@@ -422,19 +409,19 @@ def test_a_derivative_of_its_own_is_held_against_the_function_given(plant):
 
     op = plant("straight", impl=straight, decompose=straight)
     skip = others(OP_CONTRACTS, "backward_is_the_derivative")
-    with pytest.raises(AssertionError, match=r"(?s)of impl, .*straight through a rounding.*gradient=\.\.\."):
+    with pytest.raises(AssertionError, match=r"(?s)for impl, .*straight-through estimator.*gradient=\.\.\."):
         check_op(op, skip=skip)
     check_op(op, gradient=lambda x, quantizer: x * 3, skip=skip)
-    with pytest.raises(AssertionError, match="autograd has of the reference"):
+    with pytest.raises(AssertionError, match="autograd computes for the reference"):
         check_op(op, gradient=lambda x, quantizer: x * 2, skip=skip)
 
 
 @pytest.mark.parametrize(
     ("samples", "text"),
     [
-        (list, r"yields nothing; it yields tuples of impl's arguments, \(x, quantizer\)"),
-        (lambda: [torch.ones(2)], r"yields \(2,\) float32; it yields tuples"),
-        (lambda: [(torch.ones(2),)], r"yields \(2,\) float32; it yields tuples"),
+        (list, r"yields nothing; it must yield tuples of impl's arguments, \(x, quantizer\)"),
+        (lambda: [torch.ones(2)], r"yields \(2,\) float32; it must yield tuples"),
+        (lambda: [(torch.ones(2),)], r"yields \(2,\) float32; it must yield tuples"),
     ],
 )
 def test_samples_are_looked_at_first(samples, text, plant, request):
@@ -450,9 +437,9 @@ def test_samples_are_looked_at_first(samples, text, plant, request):
         (lambda x, quantizer: [Split((Cut(0), None), (None,))], r"on 2 ranks, result 0: shape \(2, 6\) instead of"),
         (lambda x, quantizer: [Split((Cut(2), None), (0,))], r"Cut\(dim=2, unit=1\) is for \(4, 6\)"),
         (lambda x, quantizer: [Split((Cut(0), Cut(0)), (0,))], r"Cut\(dim=0, unit=1\) is for CurrentScaling"),
-        (lambda x, quantizer: [Split((Cut(0),), (0,))], "it has 1 inputs, the op takes 2 arguments"),
-        (lambda x, quantizer: [Split((Cut(0), None), (0, 0))], "it has 2 outputs, the op returns 1"),
-        (lambda x, quantizer: [Split((None, None), (None,))], r"its cut arguments have \[\] units"),
+        (lambda x, quantizer: [Split((Cut(0),), (0,))], "it has 1 inputs, but the op has 2 arguments"),
+        (lambda x, quantizer: [Split((Cut(0), None), (0, 0))], "it has 2 outputs, but the op returns 1"),
+        (lambda x, quantizer: [Split((None, None), (None,))], r"its sharded arguments have \[\] units"),
         (lambda x, quantizer: [], r"none in 3 samples; for the first the rule returns \[\]"),
         (lambda x, quantizer: [Split((Cut(0), None), (0,))] if x.sum() else [], "meta"),
     ],

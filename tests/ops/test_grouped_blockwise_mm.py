@@ -57,7 +57,7 @@ def products_of_rows(groups, x, weight, of_x, of_weight, *, turned=False):
     a, matrices = f8.quantize(x, of_x), [f8.quantize(each, of_weight) for each in weight]
     b, scale = torch.stack([each.codes for each in matrices]), torch.stack([each.scale for each in matrices])
     if turned:
-        b, scale = b.transpose(1, 2), scale.transpose(1, 2)
+        b, scale = b.transpose(1, 2).contiguous(), scale.transpose(1, 2)
     kind = of_x.format, of_weight.format, torch.float32, of_x.block[1]
     with on_a_gpu():
         y = grouped_blockwise_mm(a.codes, b, a.scale, scale, groups.offsets(), *kind)
@@ -173,3 +173,10 @@ def test_a_program_of_a_layer_multiplies_by_it(groups, arch, recipe):
     run = run_gpu_program(layer, x, weight, groups.offsets(), arch=arch)
     assert not run.differences, str(run.differences)
     assert [product.name for graph in run.graphs for product in graph.products] == ["grouped_blockwise_mm"] * 3
+
+
+def test_codes_that_it_would_copy_are_refused():
+    codes, weight = torch.zeros(8, 32, dtype=torch.uint8), torch.zeros(2, 32, 16, dtype=torch.uint8)
+    scales, offsets = (torch.ones(8, 1), torch.ones(2, 16, 1)), torch.tensor([4, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"b has shape \(2, 16, 32\) and strides \(512, 1, 16\).*Pass b.contiguous"):
+        grouped_blockwise_mm(codes, weight.transpose(1, 2), *scales, offsets, "e4m3", "e4m3", torch.float32, -1)

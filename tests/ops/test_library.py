@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 import fp8compile as f8
 from fp8compile.library import Cut, Quantizer, Split, register_op
@@ -44,58 +43,66 @@ def test_an_argument_left_out_is_named_with_what_to_write(argument):
 
 
 def test_all_that_is_left_out_is_named_at_once():
-    text = r"(?s)without fake, sharding, samples\. Write fake= .* Write sharding= .* Write samples= "
+    text = r"(?s)lacks fake, sharding, samples\. Write fake= .* Write sharding= .* Write samples= "
     with pytest.raises(TypeError, match=text):
         register_op("mine::op", impl, **{name: PARTS[name] for name in ("backward", "setup_context", "decompose")})
 
 
 def test_a_misspelled_argument_is_told_which_it_may_be():
-    with pytest.raises(TypeError, match=r"mine::op is given decomposition; it takes fake, .*Did you mean decompose\?"):
+    with pytest.raises(
+        TypeError,
+        match=r"mine::op: unknown decomposition; allowed are fake, .*Did you mean "
+        r"decompose\?",
+    ):
         register_op("mine::op", impl, **PARTS, decomposition=None)
-    with pytest.raises(TypeError, match=r"mine::op is given speed; it takes [a-z, _]*\.$"):
+    with pytest.raises(TypeError, match=r"mine::op: unknown speed; allowed are [a-z, _]*\.$"):
         register_op("mine::op", impl, **PARTS, speed=3)
 
 
 def test_a_backward_left_out_as_none_with_its_context_is_named():
-    with pytest.raises(TypeError, match=r"mine::op has a setup_context and no backward\. Write backward= a func"):
+    with pytest.raises(TypeError, match=r"mine::op has a setup_context but no backward\. Pass backward= a func"):
         register_op("mine::op", impl, **PARTS | {"backward": None})
 
 
 @pytest.mark.parametrize("argument", ["fake", "backward", "decompose", "sharding", "samples"])
 def test_what_is_no_function_is_refused(argument):
-    with pytest.raises(TypeError, match=f"register_op: mine::op: {argument} is 3; it is a function"):
+    with pytest.raises(TypeError, match=f"register_op: mine::op: `{argument}` is 3; it must be a function"):
         register_op("mine::op", impl, **PARTS | {argument: 3})
 
 
 def test_samples_can_not_be_none():
     with pytest.raises(
-        TypeError, match="register_op: mine::op: samples is None; it is a function that returns tuples"
+        TypeError, match="register_op: mine::op: `samples` is None; it must be a function that returns tuples"
     ):
         register_op("mine::op", impl, **PARTS | {"samples": None})
 
 
 @pytest.mark.parametrize("argument", ["fake", "decompose", "sharding"])
 def test_a_function_of_other_arguments_is_refused(argument):
-    text = rf"register_op: mine::op: {argument} takes \(x\) and impl \(x, quantizer\): .* Give both the same arguments"
+    text = (
+        rf"register_op: mine::op: `{argument}` has the signature \(x\), but impl has \(x, quantizer\): .* Give "
+        r"both the same parameters"
+    )
     with pytest.raises(TypeError, match=text):
         register_op("mine::op", impl, **PARTS | {argument: lambda x: x})
 
 
 def test_an_unannotated_implementation_is_refused():
     with pytest.raises(
-        ValueError, match=r"register_op: mine::op: no schema .* Annotate every argument and the result"
+        ValueError,
+        match=r"register_op: mine::op: PyTorch can't derive a schema .* Annotate every parameter and the result",
     ):
         register_op("mine::op", lambda x, quantizer: x, **PARTS)
 
 
 @pytest.mark.parametrize("name", ["op", "::op", "mine::", "mine.op", "my-lib::op", "a::b::c"])
 def test_a_name_without_namespace_is_refused(name):
-    with pytest.raises(ValueError, match="is no operator name; write 'namespace::name'"):
+    with pytest.raises(ValueError, match=r"name of an operator must have the form 'namespace::name', got .*"):
         register_op(name, impl, **PARTS)
 
 
 def test_a_name_is_taken_once():
-    with pytest.raises(ValueError, match="fp8compile::amax is registered already; choose another name"):
+    with pytest.raises(ValueError, match=r"fp8compile::amax is already registered. Choose another name"):
         register_op("fp8compile::amax", impl, **PARTS)
 
 
@@ -109,18 +116,24 @@ def test_compiled_code_without_a_constant_in_the_key_is_refused(compiled):
         parts |= {"backward": lambda ctx, grad: grad, "setup_context": PARTS["setup_context"]}
     else:
         parts |= {"decompose": plain}
-    with pytest.raises(TypeError, match=r"mine::op has a decompose or a backward, .* takes no quantizer or recipe"):
+    with pytest.raises(
+        TypeError, match=r"mine::op has a decompose or a backward, .* but no argument that is a quantizer or recipe"
+    ):
         register_op("mine::op", plain, **parts)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (([Cut(0)], (0,)), r"Split: inputs is \[Cut\(dim=0, unit=1\)\]; it is a tuple of Cut or None"),
-        (((0,), (0,)), r"Split: inputs is \(0,\)"),
-        (((Cut(0),), ("mean",)), r"Split: outputs is \('mean',\); it is a tuple of dims, 'max', 'min', 'sum' or None"),
-        (((Cut(0),), 0), "Split: outputs is 0"),
-        (((Cut(0),), (True,)), r"Split: outputs is \(True,\)"),
+        (([Cut(0)], (0,)), r"Split: `inputs` must be a tuple of Cut or None, .* got \[Cut\(dim=0, unit=1\)\]"),
+        (((0,), (0,)), r"Split: `inputs` must be .* got \(0,\)"),
+        (
+            ((Cut(0),), ("mean",)),
+            r"Split: `outputs` is \('mean',\); it must be a tuple with a dim, 'max', 'min', "
+            r"'sum' or None",
+        ),
+        (((Cut(0),), 0), "Split: `outputs` is 0"),
+        (((Cut(0),), (True,)), r"Split: `outputs` is \(True,\)"),
     ],
 )
 def test_a_split_takes_cuts_dims_and_reductions(arguments, text):
@@ -140,76 +153,8 @@ def define(annotations: dict[str, Any] | None = None, **body: Any) -> type:
     return type("Mine", (Quantizer,), {"__annotations__": annotations or {}, "multiplier": rule, **body})
 
 
-@pytest.mark.parametrize(
-    "hint",
-    [
-        Tensor,
-        "Tensor",
-        "torch.Tensor | None",
-        ProcessGroup,
-        "ProcessGroup",
-        torch.dtype,
-        torch.device,
-        list,
-        "list[int]",
-        dict[str, int],
-        set,
-        bytes,
-        object,
-        "tuple[int, list]",
-        torch.nn.Module,
-    ],
-    ids=str,
-)
-def test_a_field_that_no_constant_can_hold_raises_in_the_class_statement(hint):
-    with pytest.raises(TypeError, match=r"Mine: field held is annotated as .*; a constant of a graph holds str, int"):
-        define({"held": hint})
-
-
-@pytest.mark.parametrize(
-    "hint",
-    [
-        int,
-        bool,
-        tuple,
-        Any,
-        ClassVar[Tensor],
-        "float",
-        "int | None",
-        "tuple[int, ...]",
-        "tuple[tuple[int, int], str]",
-        "Quantizer | None",
-        "f8.Recipe",
-        "ClassVar[dict]",
-        "SomethingElse",
-    ],
-    ids=str,
-)
-def test_a_field_that_a_constant_can_hold_does_not(hint):
-    define({"held": hint})
-
-
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ({"held": []}, "Mine: class attribute held holds a list"),
-        ({"held": torch.ones(1)}, "Mine: class attribute held holds a Tensor"),
-        ({"annotations": {"held": Any}, "held": {}}, "Mine: field held holds a dict"),
-        ({"annotations": {"held": Any}, "held": field(default_factory=list)}, "Mine: field held holds a list"),
-    ],
-)
-def test_mutable_defaults_and_attributes_raise_in_the_class_statement(body, text):
-    with pytest.raises(TypeError, match=text):
-        define(**body)
-
-
-def test_a_group_in_a_field_says_where_groups_go():
-    with pytest.raises(TypeError, match=r"a process group to the tensor \(fp8compile.quantize\(x, quantizer, group="):
-        define({"group": ProcessGroup})
-
-
 def test_the_scale_rule_is_asked_for_in_the_class_statement():
-    with pytest.raises(TypeError, match=r"(?s)Mine has no scale rule. Write\n    def multiplier\(self, amax: Tensor"):
+    with pytest.raises(TypeError, match=r"(?s)Mine has no scale rule. Define\n    def multiplier\(self, amax: Tensor"):
         define(multiplier=Quantizer.multiplier)
 
     class Family(Quantizer, abstract=True):
@@ -230,7 +175,7 @@ def test_the_scale_rule_is_asked_for_in_the_class_statement():
     ],
 )
 def test_what_belongs_together_is_asked_for_together(first, second):
-    with pytest.raises(TypeError, match=f"Mine overrides {first} and not {second}. Write {second} too: "):
+    with pytest.raises(TypeError, match=f"Mine overrides {first} but not {second}. Override {second} too"):
         define(**{first: lambda self, *shape: ()})
 
 
@@ -244,14 +189,16 @@ def test_a_step_with_other_arguments_raises_in_the_class_statement():
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ({"scale_dtyp": lambda self: torch.uint8}, r"Mine\.scale_dtyp is no step .*: did you mean scale_dtype\?"),
-        ({"code_shape": lambda self, shape: shape}, r"did you mean codes_shape\? .* with an underscore: _code_shape"),
-        ({"transpose": lambda self: self}, r"did you mean transposed\?"),
-        ({"multiplier": property(rule)}, r"Mine\.multiplier is a property; .*: def multiplier\(self, amax\)"),
-        ({"annotations": {"cast": "str"}}, r"Mine\.cast is a field; it is a method: def cast\(self, x, multiplier\)"),
-        ({"a": 1}, r"Mine: a = 1 has no annotation, .* Write a: int = 1, or a: ClassVar\[int\] = 1 if"),
+        ({"scale_dtyp": lambda self: torch.uint8}, r"Mine\.scale_dtyp is not a step .*\. Did you mean scale_dtype\?"),
+        ({"code_shape": lambda self, shape: shape}, r"Did you mean codes_shape\? .* with an underscore: _code_shape"),
+        ({"transpose": lambda self: self}, r"Did you mean transposed\?"),
+        ({"multiplier": property(rule)}, r"Mine\.multiplier must be a method, because .* multiplier\(self, amax\)"),
+        ({"annotations": {"cast": "str"}}, r"Mine\.cast must be a method, because it is called as cast\(self, x, "
+                                           r"multiplier\)"),
+        ({"a": 1}, r"Mine: a = 1 has no annotation, .* Write a: int, or ClassVar\[int\] if"),
+        ({"held": torch.ones(1)}, r"Mine: held = tensor.* has no annotation"),
         ({"block": (1, -1)}, r"Mine: block = \(1, -1\) has no annotation"),
-        ({"__post_init__": lambda self: None}, r"Mine\.__post_init__ leaves out the checks .* Write super"),
+        ({"__post_init__": lambda self: None}, r"Mine\.__post_init__ skips the checks .* Call super"),
     ],
 )  # fmt: skip
 def test_what_nobody_would_call_or_count_raises_in_the_class_statement(body, text):
@@ -263,45 +210,10 @@ def test_methods_and_constants_of_its_own_are_left_alone():
     define({"LIMIT": "ClassVar[float]"}, LIMIT=2.0, _limit=3, headroom=lambda self: 1, _scale_dtyp=lambda self: 1)
 
 
-@pytest.mark.parametrize(
-    ("hint", "good", "bad"),
-    [
-        ("float", (1.0, 1), ("x", None)),
-        ("int | None", (1, None), ("x", 1.0)),
-        ("tuple[int, ...]", ((), (1, 2)), (1, ("x",))),
-        ("tuple[int, str]", ((1, "x"),), ((1,), (1, 2))),
-        ("Quantizer", (f8.CurrentScaling(),), ("e4m3",)),
-        (Literal["a", "b"], ("a",), ("c",)),
-        (Any, (1, "x"), ()),
-        (Annotated[int, "of blocks"], (1,), ("x",)),
-    ],
-    ids=str,
-)
-def test_a_value_that_does_not_fit_its_annotation_raises(hint, good, bad):
-    cls = dataclass(frozen=True, repr=False, kw_only=True)(define({"held": hint}, __module__=__name__))
-    for value in good:
-        cls(held=value)
-    for value in bad:
-        with pytest.raises(TypeError, match=r"Mine: field held is .*; it is annotated as .*"):
-            cls(held=value)
-
-
-def test_an_annotation_that_names_nothing_raises_at_the_first_instance():
-    cls = dataclass(frozen=True, repr=False)(define({"held": "Flaot"}, held=1.0, __module__=__name__))
-    with pytest.raises(
-        TypeError, match="field held is annotated as 'Flaot', which names nothing in module test_library"
-    ):
-        cls()
-
-
 def test_a_class_that_is_no_frozen_dataclass_raises_at_its_first_instance():
-    with pytest.raises(
-        TypeError, match=r"Mine is no dataclass of its own: .* Write @dataclass\(frozen=True, repr=Fal"
-    ):
+    with pytest.raises(TypeError, match=r"Mine must be a frozen dataclass .* Write @dataclass\(frozen=True, repr=Fal"):
         define({"held": int}, held=1)()
-    with pytest.raises(
-        TypeError, match=r"Mine is a dataclass with frozen=True, eq=False\. Write @dataclass\(frozen=T"
-    ):
+    with pytest.raises(TypeError, match=r"Mine must be a frozen dataclass .* Write @dataclass\(frozen=T"):
         dataclass(frozen=True, eq=False)(define())()
     with pytest.raises(TypeError, match="cannot inherit non-frozen dataclass from a frozen one"):
         dataclass(define())
@@ -310,7 +222,7 @@ def test_a_class_that_is_no_frozen_dataclass_raises_at_its_first_instance():
 @pytest.mark.parametrize("options", [{"compare": False}, {"init": False}, {"hash": False}], ids=str)
 def test_a_field_that_equality_would_miss_raises_at_the_first_instance(options):
     cls = dataclass(frozen=True, repr=False)(define({"held": int}, held=field(default=1, **options)))
-    with pytest.raises(TypeError, match=r"Mine: field held has init=.*leave all three as they are by default"):
+    with pytest.raises(TypeError, match=r"Mine: field held has init=.*Use the default for all three"):
         cls()
 
 
@@ -327,9 +239,9 @@ def test_a_quantizer_becomes_a_recipe_of_three_fp8_gemms(block):
 
 
 def test_a_quantizer_that_no_gemm_takes_on_both_sides_raises():
-    with pytest.raises(ValueError, match="Recipe: no GEMM computes output"):
+    with pytest.raises(ValueError, match="Recipe: no GEMM supports the blocks of output"):
         f8.library.recipe(f8.CurrentScaling(block=(-1, 1)))
-    with pytest.raises(TypeError, match=r"fp8compile\.library\.recipe: quantizer is 3; it is a quantizer"):
+    with pytest.raises(TypeError, match=r"fp8compile\.library\.recipe: `quantizer` is 3; it must be a quantizer"):
         f8.library.recipe(3)
 
 
@@ -393,7 +305,7 @@ def test_recipes_of_packages_are_found_by_name(plugin):
         (
             "a-number",
             TypeError,
-            "entry point a-number = plugin_of_test:number of plugin-of-test gives 3; it has to give",
+            "entry point a-number = plugin_of_test:number of plugin-of-test is 3; it must be",
         ),
         (
             "a-failure",
@@ -425,7 +337,7 @@ def test_listing_gives_what_each_package_offers(tmp_path, monkeypatch):
 def test_two_packages_of_one_name_are_both_named(plugin):
     distribution(plugin, "another", {"a-value": "another:x"})
     with pytest.raises(
-        ValueError, match=r"two packages name a quantizer 'a-value': .* of (another|plugin-of-test), and"
+        ValueError, match=r"two packages define a quantizer named 'a-value': .* of (another|plugin-of-test), and"
     ):
         f8.library.quantizers()
 
@@ -433,7 +345,10 @@ def test_two_packages_of_one_name_are_both_named(plugin):
 def test_a_name_of_a_ready_recipe_is_not_for_packages(tmp_path, monkeypatch):
     distribution(tmp_path, "bold", {"rowwise": "fp8compile:CurrentScaling"})
     monkeypatch.syspath_prepend(tmp_path)
-    text = r"entry point rowwise = .* of bold has the name of fp8compile\.recipes\.rowwise.*Rename the entry point"
+    text = (
+        r"entry point rowwise = .* of bold has the same name as fp8compile\.recipes\.rowwise.*Rename the entry "
+        r"point"
+    )
     for look in (f8.library.quantizers, lambda: f8.recipes.by_name("something")):
         with pytest.raises(ValueError, match=text):
             look()
@@ -444,22 +359,20 @@ def test_a_quantizer_that_makes_no_recipe_names_its_package(tmp_path, monkeypatc
     distribution(tmp_path, "odd", {"odd": "odd_plugin:Q"})
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        ValueError, match=r"entry point odd = odd_plugin:Q of odd gives .*, which makes no recipe\. Rec"
+        ValueError, match=r"entry point odd = odd_plugin:Q of odd is .*, which is not a valid recipe\. Rec"
     ):
         f8.recipes.by_name("odd")
 
 
 def test_an_unknown_name_is_told_those_of_packages_too(plugin):
-    with pytest.raises(
-        ValueError, match=r"no recipe is called 'a-recip'; there are tensorwise, .*a-recipe.*Did you m"
-    ):
+    with pytest.raises(ValueError, match=r"no recipe named 'a-recip'; recipes are tensorwise, .*a-recipe.*Did you m"):
         f8.recipes.by_name("a-recip")
     assert "a-recipe" not in f8.recipes.names()
 
 
 def test_arguments_are_not_for_recipes_of_packages(plugin):
     with pytest.raises(
-        TypeError, match=r"by_name: 'a-recipe' is of an installed package and takes no arguments, .* eps"
+        TypeError, match=r"by_name: 'a-recipe' is a recipe of an installed package and accepts no arguments, .* eps"
     ):
         f8.recipes.by_name("a-recipe", eps=1.0)
 
@@ -482,14 +395,12 @@ def test_a_recipe_of_a_package_is_printed_by_its_name(plugin, name):
     assert shown in str(f8.conversion_report(layer))
 
 
-def test_printing_imports_no_package_and_calls_nothing_of_one(plugin):
+def test_printing_imports_no_package(plugin):
     line = f8.CurrentScaling(block=(1, 16))
     layer = f8.convert(nn.Linear(32, 32), f8.library.recipe(line))
     assert "recipe=Recipe(input=" in repr(layer)
     assert "plugin_of_test" not in sys.modules
-    import plugin_of_test
-
-    plugin_of_test.recipe = lambda: pytest.fail("it was called")
+    assert f8.recipes.by_name("a-value") == layer.recipe
     assert repr(layer).endswith("recipe=a-value)")
 
 

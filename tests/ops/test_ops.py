@@ -21,22 +21,16 @@ from torch.utils._pytree import tree_map_only
 import fp8compile as f8
 from fp8compile.ops import OPS, linear
 from fp8compile.ops.layer.operands import STEPS, Phase
-from fp8compile.ops.layer.statistics.observe import OBSERVE_OPS
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
-FSDP = (
-    *("fsdp_amaxes_together", "fsdp_delayed_linear", "fsdp_gather", "fsdp_grouped_linear", "fsdp_linear"),
-    "fsdp_tokens",
-)
+FSDP = ("fsdp_amaxes_together", "fsdp_gather", "fsdp_tokens")
 STRAIGHT = ("straight_through", "with_product_gradient")
 differentiable = tuple(
     f"fp8compile::{op}"
     for op in (
-        *("linear", "delayed_linear", "sharded_linear", "grouped_linear", "sharded_grouped_linear"),
-        *("shared_scale_linear", "known_codes_linear", "known_codes_grouped_linear"),
+        *("linear", "delayed_linear", "observe"),
         *("scatter_sum", "routed_rows", "dispatch", "combine", *STRAIGHT, *FSDP),
-        *(op.name().removeprefix(NAMESPACE) for op, kind in OBSERVE_OPS.items() if not kind.gradient),
     )
 )
 KEEP_STRIDES = (
@@ -47,15 +41,12 @@ KEEP_STRIDES = (
     "fp8compile::store",
     "fp8compile::straight_through",
     "fp8compile::two_scales",
-    *(op.name() for op, kind in OBSERVE_OPS.items() if not kind.gradient),  # which return y as it is
+    "fp8compile::observe",  # which returns y as it is
 )  # elementwise
 # as GEMMs read it
 LAID_OUT = (
-    "fp8compile::quantize_both", "fp8compile::quantize_both_counted", "fp8compile::quantize_two_levels",
-    "fp8compile::quantize_two_levels_counted", "fp8compile::group_quantize_both",
-    "fp8compile::group_quantize_both_counted", "fp8compile::quantize_columns", "fp8compile::quantize_columns_counted",
-    "fp8compile::quantize_several", "fp8compile::quantize_several_counted", "fp8compile::noted_codes",
-    "fp8compile::noted_counts",
+    "fp8compile::quantize_both", "fp8compile::quantize_two_levels", "fp8compile::group_quantize_both",
+    "fp8compile::quantize_columns",
 )  # fmt: skip
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))
 every_op = pytest.mark.parametrize("name", OURS)
@@ -117,8 +108,9 @@ def test_samples_hold_odd_layouts_and_empty_tensors(name):
 @pytest.mark.parametrize("index", range(8))
 def test_linear_passes_opcheck_with_gradients_and_dynamic_shapes(index):
     # one recipe an input: all 8 layouts and dtypes, each recipe at least twice
-    *tensors, recipe = _samples("fp8compile::linear")[3 * index + index % 3]
-    args = (*(tensor.detach().clone().requires_grad_() for tensor in tensors), recipe)
+    *tensors, offs, known, sizes, sharding, recipe = _samples("fp8compile::linear")[3 * index + index % 3]
+    leaves = (tensor.detach().clone().requires_grad_() for tensor in tensors)
+    args = (*leaves, offs, known, sizes, sharding, recipe)
     torch.library.opcheck(linear, args, test_utils="test_aot_dispatch_dynamic")
 
 
@@ -250,7 +242,7 @@ def test_backward_computes_only_the_gradients_asked_for(x_grad, weight_grad, cal
     assert (x.grad is not None, weight.grad is not None) == (x_grad, weight_grad)
 
 
-@pytest.mark.parametrize("recipe", EIGHT_BITS)  # in four bits codes of the input are kept: test_kept_input.py
+@pytest.mark.parametrize("recipe", f8.recipes.names())
 @pytest.mark.parametrize(
     ("x_grad", "weight_grad", "kept"), [(True, True, "xw"), (True, False, "w"), (False, True, "x"), (False, False, "")]
 )

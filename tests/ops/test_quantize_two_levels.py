@@ -37,28 +37,25 @@ def values(shape, dtype, *, finite):
     return (x.nan_to_num(-3.0, 0.5, -0.5) if finite else x).to(dtype)
 
 
+def quantized(x, rows, columns):
+    amaxes = outer_amaxes(x, rows, columns)
+    return quantize_two_levels(x, amaxes[:1], amaxes[1:], rows, columns)
+
+
 def interpreted(x, rows, columns, arch="h200"):
-    """What the kernel makes in Triton's interpreter, in the layout of the op's results."""
-    from fp8compile.kernels.quantize_two_levels import both_packed
+    """What the kernels make in Triton's interpreter."""
     from fp8compile.testing.gpu.gpus import GPUS
     from fp8compile.testing.gpu.program.arithmetic import Arithmetic
     from fp8compile.testing.gpu.program.interpreter import Interpreter
 
-    _, *amaxes = outer_amaxes(x, rows, columns)
-    outputs = [torch.full_like(each, 77) for each in quantize_two_levels(x, *amaxes, rows, columns)]
-    codes, scale, outer, column_codes, *others = outputs
-    contiguous = codes.view(torch.int64), scale, outer, column_codes.t().view(torch.int64), *others
     with Interpreter(Arithmetic()).active(), pretend_target(GPUS[arch].target):
-        both_packed(x, tuple(amaxes), rows, columns, contiguous)
-    return outputs
+        return quantized(x, rows, columns)
 
 
 def differences(x, pair, expected_of):
     from interpreted_kernels import differing
 
-    _, *amaxes = outer_amaxes(x, *expected_of)
-    expected = quantize_two_levels(x, *amaxes, *expected_of)
-    return list(map(differing, interpreted(x, *pair), expected))
+    return list(map(differing, interpreted(x, *pair), quantized(x, *expected_of)))
 
 
 @needs_triton
@@ -155,9 +152,7 @@ def test_equal_neighbours_draw_different_noise_from_the_instruction():
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_op_is_two_quantizations(pair, assert_bits_equal):
     x, (rows, columns) = torch.randn(144, 48).bfloat16(), PAIRS[pair]
-    laid_down, *amaxes = outer_amaxes(x, rows, columns)
-    assert_bits_equal(laid_down, x, "the matrix")
-    found = quantize_two_levels(x, *amaxes, rows, columns)
+    found = quantized(x, rows, columns)
     for quantizer, (codes, tiles, outer) in ((rows, found[:3]), (columns, found[3:])):
         expected = f8.quantize(x, quantizer)
         assert_bits_equal(codes.contiguous(), expected.codes, f"codes by {quantizer}")

@@ -109,7 +109,7 @@ def test_where_it_does_not_run_a_gpu_says_its_reason_and_emulates_if_asked(regis
 def test_another_device_is_told_where_gemms_run():
     with (
         pretend_target(Target("xpu")),
-        pytest.raises(RuntimeError, match=r"has no FP8 GEMM on device 'xpu'; it runs on 'cuda' and 'cpu'\.$"),
+        pytest.raises(RuntimeError, match=r"has no FP8 GEMM on device 'xpu'; FP8 GEMMs run on 'cuda' and 'cpu'\.$"),
     ):
         select_gemm(*operands(f8.CurrentScaling()), CPU, torch.bfloat16)
 
@@ -117,7 +117,9 @@ def test_another_device_is_told_where_gemms_run():
 def test_two_packages_with_a_gemm_for_the_same_operands_are_both_named(register):
     register("mine::own")
     register("yours::own")
-    with pytest.raises(RuntimeError, match=r"are operands of mine::own and of yours::own; let `takes` of all but one"):
+    with pytest.raises(
+        RuntimeError, match=r"are supported by several GEMMs, mine::own and yours::own. Let `takes` of all but one"
+    ):
         select_gemm(*operands(), CPU, torch.bfloat16)
 
 
@@ -132,13 +134,13 @@ def test_a_registration_changes_the_text_of_constants_in_graphs(register):
 
 @pytest.mark.parametrize("name", ["own", "rowwise", "mine:own", "mine::", "::own", "mine::two words", None, 3])
 def test_a_name_without_its_package_is_refused(register, name):
-    with pytest.raises(ValueError, match=rf"register_gemm: {re.escape(repr(name))} is no name .* 'package::name'"):
+    with pytest.raises(ValueError, match=rf"register_gemm: the name .* 'package::name', got {re.escape(repr(name))}"):
         register(name)
 
 
 def test_a_name_that_is_taken_is_refused(register):
     register("mine::own")
-    with pytest.raises(ValueError, match="register_gemm: mine::own is registered already"):
+    with pytest.raises(ValueError, match=r"register_gemm: mine::own is already registered. Choose"):
         register("mine::own")
 
 
@@ -150,7 +152,7 @@ class Callable:
 @pytest.mark.parametrize("argument", ["takes", "lacks", "multiply"])
 @pytest.mark.parametrize("given", [None, 3, Callable()], ids=["left out", "a number", "an object"])
 def test_what_is_no_function_is_refused_with_what_to_write(register, argument, given):
-    with pytest.raises(TypeError, match=rf"register_gemm: mine::own: {argument} is .*; it is a function \("):
+    with pytest.raises(TypeError, match=rf"register_gemm: mine::own: `{argument}` is .*; it must be a function \("):
         register("mine::own", **{argument: given})
     assert "mine::own" not in REGISTERED
 
@@ -158,11 +160,11 @@ def test_what_is_no_function_is_refused_with_what_to_write(register, argument, g
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        ({"takes": lambda a: True}, r"takes takes \(a\): too many .* It is called as takes\(a, b\)\."),
+        ({"takes": lambda a: True}, r"`takes` has the signature \(a\): too many .* It is called as takes\(a, b\)\."),
         ({"lacks": lambda: None}, r"called as lacks\(problem\)"),
         ({"multiply": lambda a, b: a}, r"called as multiply\(a, b, out_dtype, config\)"),
-        ({"detail": ""}, r"detail is ''; it says in words how the GEMM runs"),
-        ({"calls": "_int_mm"}, r"calls is '_int_mm'; it is a tuple of names"),
+        ({"detail": ""}, "`detail` is ''; it must be a non-empty string that says how the GEMM runs"),
+        ({"calls": "_int_mm"}, "`calls` is '_int_mm'; it must be a tuple of operator names, such as"),
     ],
 )
 def test_parts_of_another_form_are_refused(register, parts, text):
@@ -173,11 +175,19 @@ def test_parts_of_another_form_are_refused(register, parts, text):
 @pytest.mark.parametrize(
     ("parts", "text"),
     [
-        ({"takes": lambda a, b: None}, r"mine::own: takes returned None for Own\(.*; it returns True or False"),
-        ({"lacks": lambda problem: True}, r"mine::own: lacks returned True; it returns None where the GEMM runs"),
-        ({"multiply": lambda *_: None}, r"mine::own: multiply returned None; it returns float32 of shape \(4, 5\)"),
-        ({"multiply": lambda *_: torch.ones(4, 6)}, r"multiply returned float32 of shape \(4, 6\); it returns"),
-        ({"multiply": lambda *_: torch.ones(4, 5).half()}, r"multiply returned float16 of shape \(4, 5\)"),
+        ({"takes": lambda a, b: None}, r"mine::own: `takes` returned None for Own\(.*; it must return True or False"),
+        ({"lacks": lambda problem: True}, "mine::own: `lacks` returned True; it must return None if the GEMM runs"),
+        (
+            {"multiply": lambda *_: None},
+            r"mine::own: `multiply` returned None; it must return a contiguous float32 of "
+            r"shape \(4, 5\)",
+        ),
+        (
+            {"multiply": lambda *_: torch.ones(4, 6)},
+            r"`multiply` returned float32 of shape \(4, 6\); it must return a "
+            r"contiguous",
+        ),
+        ({"multiply": lambda *_: torch.ones(4, 5).half()}, r"`multiply` returned float16 of shape \(4, 5\)"),
         ({"multiply": lambda *_: torch.ones(5, 4).t()}, r"returned a tensor with strides \(1, 4\); .* contiguous"),
     ],
 )
@@ -208,7 +218,7 @@ def model_of(recipe):
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_explain_names_it_and_counts_its_products(int8):
     found = explain(model_of(int8), (torch.randn(24, 32),))
-    assert found.verdict.startswith("YES, as the recipes say: 5 of 5 GEMMs"), found.gpu.problem
+    assert found.verdict.startswith("YES, as the recipes specify: 5 of 5 GEMMs"), found.gpu.problem
     assert {gemm.runs for layer in found.layers for gemm in layer.gemms if gemm.runs} == {"Int8 x Int8 rowwise"}
     assert found.gpu.gemms == (("swiglu8::int8_rowwise", 6),)
     assert [(cost.gemms, cost.fp8_gemms) for cost in found.gpu.costs] == [(2, 2), (3, 3)]

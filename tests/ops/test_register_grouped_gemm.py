@@ -10,7 +10,7 @@ from fp8compile.library import register_grouped_gemm
 from fp8compile.ops.gemms.grouped.interface import REGISTERED_GROUPED
 from fp8compile.ops.gemms.grouped.table import BEFORE_OURS, _selected, selected_grouped_gemm
 from fp8compile.ops.groups.padding import group_of_rows, padded_length, row_of_columns
-from fp8compile.ops.recipe_support import recipe_support
+from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GemmConfig
 
 ROW, COLUMN = f8.CurrentScaling(block=(1, -1)), f8.CurrentScaling(block=(-1, 1))
@@ -72,7 +72,7 @@ def test_it_is_asked_before_the_loop_over_groups_and_ours_before_it(register, mo
     ] * 3
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     register("mine::anywhere", lacks=lambda problem: None if problem.target.type == "cuda" else "needs a GPU.")
-    assert selected(device="cuda") == "rowwise"
+    assert selected(device="cuda") == "rowwise_triton"
     register("mine::first", lacks=lambda problem: None if problem.target.type == "cuda" else "no.", before_ours=True)
     assert selected(device="cuda") == "mine::first"
 
@@ -105,21 +105,27 @@ def test_a_layer_runs_by_it(register, backend):
 def test_two_for_the_same_operands_raise(register):
     register("mine::own")
     register("other::own")
-    with pytest.raises(RuntimeError, match="operands of mine::own and of other::own"):
+    with pytest.raises(RuntimeError, match="several GEMMs, mine::own and other::own"):
         selected()
 
 
 def test_what_is_registered_is_checked(register):
-    with pytest.raises(ValueError, match="register_grouped_gemm: 'own' is no name"):
+    with pytest.raises(
+        ValueError, match="register_grouped_gemm: the name of a GEMM must have the form 'package::name', got 'own'"
+    ):
         register("own")
     register("mine::own")
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="already registered"):
         register("mine::own")
-    with pytest.raises(TypeError, match="register_grouped_gemm: mine::a: outer is None; it is a function"):
+    with pytest.raises(TypeError, match="register_grouped_gemm: mine::a: `outer` is None; it must be a function"):
         register("mine::a", outer=None)
-    with pytest.raises(TypeError, match=r"rows takes .*It is called as rows\(a, b, offsets, out_dtype, config\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"`rows` has the signature .*It is called as rows\(a, b, offsets, "
+        r"out_dtype, config\)",
+    ):
         register("mine::b", rows=lambda a, b: a)
-    with pytest.raises(TypeError, match="detail is ''"):
+    with pytest.raises(TypeError, match="`detail` is ''"):
         register("mine::c", detail="")
 
 
@@ -127,5 +133,5 @@ def test_a_result_of_another_shape_raises(register):
     register("mine::own", rows=lambda a, b, offsets, out_dtype, config: a.codes)
     x, weight = torch.randn(32, 16).bfloat16(), torch.randn(2, 24, 16).bfloat16()
     offsets = torch.tensor([10, padded_length(20, 1, 1)], dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"mine::own: returned uint8 of shape \(32, 16\); it returns bfloat16"):
+    with pytest.raises(TypeError, match=r"mine::own: returned uint8 of shape \(32, 16\); it must return bfloat16"):
         f8.grouped_linear(x, weight, offsets, recipe=f8.recipes.rowwise())

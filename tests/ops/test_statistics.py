@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 import fp8compile as f8
+from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
+from fp8compile.monitor.definitions import STATISTICS, TOTALS
+from fp8compile.monitor.elements import elements_of, pieces_of
 from fp8compile.nn import Observed
-from fp8compile.ops.layer.statistics.definitions import STATISTICS
+from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
+from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
+from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.quantizers.hadamard import random_hadamard
 from fp8compile.quantizers.recipe import SLOTS, TENSORS
 
@@ -190,3 +195,29 @@ def test_statistics_of_experts_are_those_of_numpy(recipe, backend):
                     # noise depends on the place among all rows
                     if slot in own and getattr(quantizer, "rounding", "nearest") == "nearest":
                         check(own[slot], part[tensor], quantizer)
+
+
+@pytest.mark.parametrize("signs", [(), (1, -1, -1, 1) * 4], ids=["plain", "transformed"])
+def test_codes_of_experts_in_a_gpus_tiles_have_the_totals_of_codes_that_lie_plainly(signs):
+    offsets = torch.tensor([7, 7, 150, 180], dtype=torch.int32)
+    x = fuzzed(200, 80, seed=3)
+    quantizer = f8.TwoLevelScaling(block=(16, 1), packed="columns", hadamard=signs)
+    how = quantizer, quantizer, "tokens"
+    *_, codes, scale, outer = group_quantize_two_levels(x, offsets, group_outer_amaxes(x, offsets, *how), *how)
+    tiled = codes, scale, outer, quantizer
+    along_tokens = True
+    plain = *group_two_levels(x, offsets, quantizer.unpacked(), along_tokens), quantizer.unpacked()
+    layout, totals = TensorLayout(offs=offsets), []
+    for codes, scale, outer, own in (tiled, plain):
+        found = Quantized(codes=codes, scale=scale, quantizer=own, outer_scale=outer, layout=layout)
+        elements = elements_of(Plain(x, layout), found, x.shape, along_tokens=True)
+        found_here: list[torch.Tensor] = []
+        rows = [pieces_of(elements, total.compute(elements), total.combine) for total in TOTALS.values()]
+        for total, own in zip(TOTALS.values(), rows, strict=True):
+            for group in range(4):
+                mine = own[elements.group == group]
+                found_here.append(
+                    mine.sum() if total.combine == "sum" else mine.amax() if mine.numel() else mine.sum()
+                )
+        totals.append(found_here)
+    torch.testing.assert_close(*totals, equal_nan=True)

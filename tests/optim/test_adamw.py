@@ -73,6 +73,17 @@ def test_a_compiled_step_has_the_bits_of_one_op_by_op_in_one_graph_over_steps_an
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
+def test_a_step_on_a_cpu_compiles_nothing_unless_asked(kind):
+    params, others = [parameter(64, 128)], [parameter(64, 128)]
+    optimizer, other = kind(params, lr=0.01), kind(others, lr=0.01, backend="aot_eager")
+    train(params, optimizer, 0, 2)
+    assert counters["stats"]["unique_graphs"] == 0
+    train(others, other, 0, 2)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert differences(params, optimizer, others, other) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moments_that_are_values_train_as_torch_optim(dtype):
     ours, theirs = parameter(64, 128), parameter(64, 128)
@@ -139,7 +150,7 @@ def test_a_group_whose_dtypes_change_goes_on_as_a_loaded_state_would(dtype, asse
             for key, value in other.state[expected].items():
                 assert_bits_equal(optimizer.state[p][key], value, key)
     optimizer.param_groups[0]["exp_avg_dtype"] = torch.float16
-    with pytest.raises(ValueError, match=r"AdamW: exp_avg_dtype is torch.float16; it is one of torch.float32"):
+    with pytest.raises(ValueError, match=r"AdamW: `exp_avg_dtype` is torch.float16; it must be one of torch.float32"):
         train(params, optimizer, 4, 5)
 
 
@@ -595,18 +606,21 @@ def test_masters_of_quantized_weights_have_moments_as_codes():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"amsgrad": True}, "amsgrad is True; a third moment"),
-        ({"foreach": True}, "foreach is True; the step is one compiled graph"),
-        ({"fused": True}, "fused is True; the step is one compiled graph"),
-        ({"capturable": True}, "capturable is True; the host counts"),
-        ({"differentiable": True}, "differentiable is True; codes have no derivative"),
-        ({"exp_avg_dtype": torch.float16}, "exp_avg_dtype is torch.float16; it is one of torch.float32"),
-        ({"exp_avg_sq_dtype": "fp8"}, "exp_avg_sq_dtype is fp8; it is one of"),
-        ({"rounding": "up"}, "rounding is 'up'; it is 'nearest' or 'stochastic'"),
-        ({"seed": -1}, "seed is -1"),
-        ({"lr": -1.0}, "lr is -1.0; it is at least 0"),
-        ({"lr": torch.ones(2)}, r"lr has shape \(2,\); a tensor has one element"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] is 1.0; it is at least 0 and is below 1"),
+        ({"amsgrad": True}, "`amsgrad` is not supported: a third state"),
+        ({"foreach": True}, "`foreach` is not supported: the step is already one compiled graph"),
+        ({"fused": True}, "`fused` is not supported: the step is already one compiled graph"),
+        ({"capturable": True}, "`capturable` is not supported: the number of steps is counted on the host"),
+        ({"differentiable": True}, "`differentiable` is not supported: FP8 states"),
+        ({"exp_avg_dtype": torch.float16}, "`exp_avg_dtype` is torch.float16; it must be one of torch.float32"),
+        ({"exp_avg_sq_dtype": "fp8"}, "`exp_avg_sq_dtype` is fp8; it must be one of"),
+        ({"rounding": "up"}, "`rounding` is 'up'; it must be 'nearest' or 'stochastic'"),
+        ({"seed": -1}, "`seed` is -1"),
+        ({"lr": -1.0}, "`lr` is -1.0; it must be a number of at least 0"),
+        (
+            {"lr": torch.ones(2)},
+            r"`lr` is a Tensor of shape \(2,\); if it is a tensor, it must have exactly one element",
+        ),
+        ({"betas": (0.9, 1.0)}, r"`betas\[1\]` is 1.0; it must be a number of at least 0 and below 1"),
     ],
     ids=str,
 )
@@ -616,14 +630,17 @@ def test_options_that_are_refused(options, says):
 
 
 def test_a_group_is_refused_what_the_optimizer_is():
-    with pytest.raises(ValueError, match="amsgrad is True; a third moment"):
+    with pytest.raises(ValueError, match="`amsgrad` is not supported: a third state"):
         adamw([{"params": [parameter(4, 4)], "amsgrad": True}])
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
 def test_a_group_has_no_backend_of_its_own(kind, backend):
-    says = f"{kind.__name__}: a group has backend={backend!r}; one graph steps all groups. Give it to the optimizer"
+    says = (
+        f"{kind.__name__}: a group has backend={backend!r}, but all groups are updated by one graph. Omit "
+        "it from the group, and pass backend= to the optimizer"
+    )
     with pytest.raises(ValueError, match=says):
         kind([{"params": [parameter(4, 4)], "backend": backend}])
     optimizer = kind([parameter(4, 4)], backend=None)
@@ -639,13 +656,15 @@ def test_options_that_ask_for_nothing_are_taken(options):
 
 def test_parameters_that_are_refused():
     weight = f8.convert(nn.Linear(64, 64), f8.recipes.tensorwise(), quantized_parameters=True).weight
-    with pytest.raises(TypeError, match="a parameter is codes, and a step would round it without a master"):
+    with pytest.raises(
+        TypeError, match="a parameter is an FP8 parameter, which a step would round without a master weight"
+    ):
         adamw([weight])
     with pytest.raises(TypeError, match=r"a parameter is torch\.float64"):
         adamw([nn.Parameter(torch.zeros(4, dtype=torch.float64))])
     embedding = nn.Embedding(8, 4, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match="a gradient is sparse"):
+    with pytest.raises(TypeError, match="a gradient is sparse; it must be dense"):
         adamw(embedding.parameters()).step()
 
 
@@ -674,5 +693,5 @@ def test_master_weights_say_the_dtype_of_all_moments(kind, moments):
 
 
 def test_moments_of_an_optimizer_without_that_option_raise():
-    with pytest.raises(TypeError, match="SGD has no option for the dtype of a moment"):
+    with pytest.raises(TypeError, match="SGD has no option for the dtype of its moments"):
         f8.MasterWeights(torch.optim.SGD, [torch.nn.Parameter(torch.ones(2))], lr=0.1, moments=torch.bfloat16)

@@ -85,9 +85,9 @@ def test_a_matrix_without_gradient_stays():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"momentum": 1.0}, "momentum is 1.0; it is at least 0 and is below 1"),
-        ({"adjust_lr_fn": "mine"}, "adjust_lr_fn is 'mine'; it is one of"),
-        ({"momentum_buffer_dtype": torch.int8}, "momentum_buffer_dtype is torch.int8; it is one of"),
+        ({"momentum": 1.0}, "`momentum` is 1.0; it must be a number of at least 0 and below 1"),
+        ({"adjust_lr_fn": "mine"}, "`adjust_lr_fn` is 'mine'; it must be one of"),
+        ({"momentum_buffer_dtype": torch.int8}, "`momentum_buffer_dtype` is torch.int8; it must be one of"),
     ],
     ids=str,
 )
@@ -98,11 +98,13 @@ def test_options_that_are_refused(options, says):
 
 def test_a_group_is_refused_stochastic_rounding_of_parameters():
     group = {"params": [parameter(4, 4, dtype=torch.bfloat16)], "bf16_stochastic_round": True}
-    with pytest.raises(ValueError, match=r"Muon: bf16_stochastic_round is True; .* rounded to the nearest\. Leave"):
+    with pytest.raises(
+        ValueError, match=r"Muon: `bf16_stochastic_round` is not supported: .* rounding to nearest\. Omit"
+    ):
         muon([group])
     assert muon([{**group, "bf16_stochastic_round": False}]).param_groups[0]["lr"] == 1e-2
 
 
 def test_what_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"a parameter has shape \(4,\); it is a matrix"):
+    with pytest.raises(ValueError, match=r"a parameter has shape \(4,\); it must have two dims"):
         muon([nn.Parameter(torch.zeros(4))])

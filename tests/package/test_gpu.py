@@ -25,8 +25,8 @@ from fp8compile.ops import (
     quantize_both,
 )
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
+from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.ops.quantize_both import two_casts
-from fp8compile.ops.recipe_support import recipe_support
 from fp8compile.quantizers import GEMMS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -103,3 +103,34 @@ def test_a_layer_is_rehearsed_by_the_program_of_the_gpu(monkeypatch, capsys):
 def test_a_kind_of_rehearsal_that_is_not_known_raises():
     with pytest.raises(ValueError, match="FP8COMPILE_REHEARSAL is 'aloud'; it is 'program' or 'eager', or not set"):
         Rehearsal("aloud")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter")
+def test_what_decides_which_kernels_to_change_is_tried_without_a_gpu(tmp_path, capsys, monkeypatch):
+    """`make gpu-decide`: a part that lacks something fails alone, and each line is also in the file."""
+    from benchmarks import gpu_decide
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    out = tmp_path / "results" / "gpu_decide.txt"
+    chosen = ["--parts", "spike", "casts", "--spikes", str(tmp_path), "--out", str(out), "--dry-run"]
+    assert gpu_decide.main(chosen) == 1
+    printed = capsys.readouterr().out
+    assert out.read_text() == printed
+    first, *lines = printed.splitlines()
+    assert first == "DRY RUN, its numbers mean nothing"
+    assert "No module named 'gpu_micro'" in printed
+    assert [line.split(" after")[0] for line in lines if "exit status" in line] == [
+        "== spike: exit status 1",
+        "== casts: exit status 0",
+    ]
+    timed = [line for line in lines if " ms " in line]
+    assert len(timed) == 8, printed
+    assert not any("Error" in line for line in lines[lines.index("== casts") :])
+
+
+def test_a_call_that_fails_is_a_line_of_its_own(capsys):
+    from benchmarks.gpu_decide import line
+
+    line("a kernel", lambda: 1 / 0)
+    assert capsys.readouterr().out.split() == ["a", "kernel", "ZeroDivisionError:", "division", "by", "zero"]

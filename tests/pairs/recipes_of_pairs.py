@@ -17,6 +17,7 @@ READY = (
     "rowwise",
     "rowwise_bf16_wgrad",
     "blockwise",
+    "blockwise_bf16_wgrad",
     "mxfp8",
     "delayed",
     "nvfp4",

@@ -225,5 +225,5 @@ def test_shards_of_parts_and_of_replicas(ranks, recipe, mesh):
 def test_placements_that_keep_no_codes_say_so(ranks):
     for texts in ranks.run(refused, within="pair"):
         assert [each.partition(":")[0] for each in texts] == ["cache_weights", "cache_weights", "graph_fsdp"]
-        assert "as a DTensor" in texts[0]
-        assert "FSDP gathers its values" in texts[1]
+        assert "it is a DTensor" in texts[0]
+        assert "FSDP all-gathers it in high precision" in texts[1]

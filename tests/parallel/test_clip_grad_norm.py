@@ -72,9 +72,9 @@ def test_norms_that_are_none_are_refused():
     assert not parallel.clip_grad_norm_(model, 1.0).isfinite()
     assert parallel.clip_grad_norm_(nn.Linear(4, 4), 1.0) == 0
     for given, options, error, words in (
-        ([], {}, TypeError, "model is "),
-        (model, {"max_norm": -1.0}, ValueError, "max_norm is -1.0"),
-        (model, {"norm_type": 0}, ValueError, "norm_type is 0; it is a number above 0"),
+        ([], {}, TypeError, "`model` is "),
+        (model, {"max_norm": -1.0}, ValueError, "`max_norm` is -1.0"),
+        (model, {"norm_type": 0}, ValueError, "`norm_type` must be a number above 0"),
         (with_gradients(model, math.nan), {"error_if_nonfinite": True}, RuntimeError, "of order 2.0 of all gradients"),
     ):
         with pytest.raises(error, match=words):
@@ -200,7 +200,7 @@ def test_gradients_of_experts_become_those_of_the_mean_loss(ranks, recipe):
 
 
 def test_parts_are_a_number():
-    with pytest.raises(ValueError, match="parts is 0; it is an int of at least 1"):
+    with pytest.raises(ValueError, match="`parts` is 0; it must be an int of at least 1"):
         parallel.average_expert_gradients(nn.Linear(2, 2), 0)
 
 
@@ -220,7 +220,7 @@ def forgotten():
     ):
         model = spread_over(mixture(), mesh)
         given = () if over is None else (over,)
-        with pytest.raises(ValueError, match="spread over ranks by") as error:
+        with pytest.raises(ValueError, match="sharded over ranks by") as error:
             function(model, *given)
         said.append(str(error.value))
         function(model, *given, ignored_params=parallel.expert_parameters(model))
@@ -231,7 +231,7 @@ def forgotten():
 
 @pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="FSDP beside experts needs PyTorch 2.12")
 def test_fsdp_over_the_ranks_of_experts_says_what_to_pass(ranks):
-    first = "model.model.layers.0.mlp.experts.gate_up_proj and 3 more parameters are spread over ranks"
+    first = "model.model.layers.0.mlp.experts.gate_up_proj and 3 more parameters are sharded over ranks"
     for said in ranks.run(forgotten):
         names = ["fsdp_float8_all_gather", *["graph_fsdp"] * 3]
         assert [each.partition(" are ")[0] for each in said] == [

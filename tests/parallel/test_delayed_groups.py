@@ -102,8 +102,8 @@ def refused():
 def test_a_group_for_a_recipe_without_delayed_scaling_raises(ranks):
     for messages in ranks.run(refused):
         assert [m.partition(":")[0] for m in messages] == ["convert", "Linear"]
-        assert "amax_group is given and no layer gets delayed scaling" in messages[0]
-        assert "amax_group is given and the recipe has no delayed scaling" in messages[1]
+        assert "`amax_group` was passed, but no layer gets delayed scaling" in messages[0]
+        assert "`amax_group` was passed, but the recipe has no delayed scaling" in messages[1]
 
 
 def converted_again():
@@ -118,7 +118,7 @@ def converted_again():
 
 
 def test_convert_again_takes_the_same_group_and_no_other(ranks):
-    words = "convert: 0 is converted already, and reduces amaxes over no such amax_group. Call"
+    words = "convert: 0 is already converted, and does not reduce amaxes over this amax_group. Call"
     for is_kept, said in ranks.run(converted_again):
         assert is_kept
         assert [each[: len(words)] for each in said] == [words] * 2

@@ -123,7 +123,10 @@ def what_a_save_says(kind):
 def test_a_save_says_that_each_rank_has_a_state_of_its_own(ranks, kind):
     for alone, together, plain in ranks.run(what_a_save_says, kind):
         assert len(alone) == 2
-        assert "a checkpoint keeps that of one, with which all of them go on" in alone[0]
+        assert (
+            "a checkpoint keeps the state of only one rank. All ranks would continue with it, and training would"
+            in alone[0]
+        )
         assert together == plain == []
 
 

@@ -85,7 +85,7 @@ def as_codes_and_not(kind, recipe):
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        (models.FOUR_BITS, "codes, each pass its own"),
+        (models.FOUR_BITS, "quantized data, separate for each pass"),
         pytest.param("blockwise", "codes", marks=pytest.mark.slow),
     ],
 )
@@ -108,5 +108,5 @@ def grouped_directly():
 
 def test_a_product_of_rows_that_nobody_sent_is_refused(ranks):
     for text in ranks.run(grouped_directly):
-        assert "experts of weight are spread over ranks" in text
+        assert "experts of `weight` are sharded over ranks" in text
         assert "expert_routes" in text

@@ -75,11 +75,11 @@ def test_no_tokens_give_no_rows_and_zeros_for_gradients(name, recipe, backend):
 def test_inputs_that_do_not_fit_the_experts_are_refused():
     model, (x, index, weights) = experts(f8.recipes.rowwise()).experts, routed(3)
     for given, error, words in (
-        ((x[:, :8], index, weights), ValueError, "hidden_states has shape (3, 8); it is (tokens, 32)"),
+        ((x[:, :8], index, weights), ValueError, "hidden_states must be (tokens, 32), got (3, 8)"),
         ((x.long(), index, weights), TypeError, "hidden_states is torch.int64"),
-        ((x, index[:2], weights), ValueError, "top_k_index has shape (2, 2) and hidden_states (3, 32)"),
-        ((x, index, weights[:2]), ValueError, "top_k_weights has shape (2, 2) and top_k_index (3, 2)"),
-        ((x.to("meta"), index, weights), ValueError, "hidden_states is on meta and the experts on cpu"),
+        ((x, index[:2], weights), ValueError, "top_k_index has shape (2, 2) and hidden_states has shape (3, 32)"),
+        ((x, index, weights[:2]), ValueError, "top_k_weights has shape (2, 2) and top_k_index has shape (3, 2)"),
+        ((x.to("meta"), index, weights), ValueError, "hidden_states is on meta, but the experts are on cpu"),
     ):
         with pytest.raises(error, match=re.escape(words)):
             model(*given)
@@ -147,7 +147,7 @@ def found_by_one(kind, options):
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("features", {}, "ValueError: Qwen3MoeExperts: hidden_states has shape (3, 8)"),
+        ("features", {}, "ValueError: Qwen3MoeExperts: hidden_states must be (tokens, 32), got (3, 8)"),
         ("index", {"capacity": 8}, "ValueError: Qwen3MoeExperts: top_k_index has shape (2, 2)"),
         ("weights", {"same_tokens": True}, "ValueError: Qwen3MoeExperts: top_k_weights has shape (1, 2)"),
         ("dtype", {}, "TypeError: Qwen3MoeExperts: hidden_states is torch.int64"),
@@ -160,7 +160,7 @@ def test_what_one_rank_finds_all_raise_soon_and_go_on(ranks, kind, options, word
     assert time.monotonic() - started < SOON
     (first, goes_on), (second, also) = found
     assert first == second
-    assert f"1 of 2 ranks found an error before they sent a row, so all ranks stop. rank 1: {words}" in first
+    assert f"1 of 2 ranks found an error before sending any rows, so all ranks stop. rank 1: {words}" in first
     assert (goes_on, also) == (True, True)
 
 
@@ -193,4 +193,4 @@ def found_in_between():
 def test_an_error_between_messages_says_that_other_ranks_wait(ranks):
     for notes in ranks.run(found_in_between, within="pair"):
         assert len(notes) == 1
-        assert "the other ranks wait for this one, until it ends or the timeout" in notes[0]
+        assert "the other ranks wait for this one until it exits or" in notes[0]

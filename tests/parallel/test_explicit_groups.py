@@ -481,7 +481,7 @@ def opaque_graph(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_graph_has_one_op_a_product(ranks, layer):
     for names, flops in ranks.run(opaque_graph, layer, within="pair"):
-        assert names == ["sharded_linear", "sharded_grad_input", "sharded_grad_weight"]
+        assert names == ["linear", "grad_input", "grad_weight"]
         assert flops == 3 * 2 * (24 * 2) * 40 * 48
 
 
@@ -519,32 +519,44 @@ def call(function=COLUMN, x=X, weight=WEIGHT, bias=None, **options):
 
 
 REFUSED = {
-    "group is None": ({"group": None}, TypeError, "group is None; on one rank alone this layer is fp8compile.linear"),
-    "group is a name": ({"group": "tp"}, TypeError, "the group is 'tp'; it is a torch.distributed.ProcessGroup"),
-    "no recipe": ({"recipe": "rowwise"}, TypeError, "column_parallel_linear: recipe is 'rowwise'"),
+    "group is None": (
+        {"group": None},
+        TypeError,
+        "`group` is None; it must be a process group. On one rank use fp8compile.linear",
+    ),
+    "group is a name": ({"group": "tp"}, TypeError, "a group must be a ProcessGroup, .* got 'tp'"),
+    "no recipe": ({"recipe": "rowwise"}, TypeError, "column_parallel_linear: `recipe` is 'rowwise'"),
     "delayed": (
         {"recipe": f8.recipes.delayed(), "group": FakeGroup(0, 1)},
         ValueError,
-        "the recipe has delayed scaling.*current scaling",
+        " delayed scaling is not supported.*current scaling",
     ),
-    "features": ({"weight": torch.ones(16, 24)}, ValueError, "column_parallel_linear: x has shape"),
-    "dim of features": ({"sequence_dim": 2}, ValueError, "sequence_dim is 2, x has shape.*before the last"),
-    "no such dim": ({"sequence_dim": -4}, ValueError, "sequence_dim is -4, x has shape"),
-    "dim is no int": ({"sequence_dim": 1.0}, TypeError, "sequence_dim is 1.0; it is an int, or None"),
-    "sizes without dim": ({"sequence_sizes": (4, 4)}, ValueError, "sequence_dim None; name the dim"),
-    "own tokens": ({"sequence_dim": 0, "sequence_sizes": (3, 4)}, ValueError, "dim 0 on rank 0 are 4; give what each"),
-    "own rows": ({"feature_sizes": (8, 16)}, ValueError, "the rows of weight on rank 0 are 16; give what each"),
-    "entries": ({"feature_sizes": (16,)}, ValueError, r"feature_sizes is \(16,\); it has one entry for each of 2"),
-    "no ints": ({"feature_sizes": (16.0, 16)}, TypeError, "feature_sizes is .*; it is a tuple of ints from 0"),
+    "features": ({"weight": torch.ones(16, 24)}, ValueError, "column_parallel_linear: `x` has shape"),
+    "dim of features": ({"sequence_dim": 2}, ValueError, "`sequence_dim` is 2, and x has shape.*before the last"),
+    "no such dim": ({"sequence_dim": -4}, ValueError, "`sequence_dim` is -4, and x has shape"),
+    "dim is no int": ({"sequence_dim": 1.0}, TypeError, "`sequence_dim` is 1.0; it must be an int, or None"),
+    "sizes without dim": ({"sequence_sizes": (4, 4)}, ValueError, "sequence_dim is None. Pass the dim"),
+    "own tokens": ({"sequence_dim": 0, "sequence_sizes": (3, 4)}, ValueError, "dim 0 on rank 0 are 4. Pass the sizes"),
+    "own rows": ({"feature_sizes": (8, 16)}, ValueError, "the rows of weight on rank 0 are 16. Pass the sizes"),
+    "entries": (
+        {"feature_sizes": (16,)},
+        ValueError,
+        r"`feature_sizes` must have an entry for each of 2 ranks, got \(16,\)",
+    ),
+    "no ints": (
+        {"feature_sizes": (16.0, 16)},
+        TypeError,
+        "`feature_sizes` must .*be a tuple of an int of at least 0 per rank",
+    ),
     "odd tokens": (
         {"function": ROW, "sequence_dim": 1, "group": FakeGroup(0, 4)},
         ValueError,
-        r"dim 1 are 6, no multiple of 4 ranks. Say what each of them gets: sequence_sizes=\(...\)",
+        r"dim 1 are 6, which is not a multiple of the 4 ranks. Pass the number for each rank: sequence_sizes=\(...\)",
     ),
     "sum of tokens": (
         {"function": ROW, "sequence_dim": 1, "sequence_sizes": (4, 4)},
         ValueError,
-        r"sequence_sizes is \(4, 4\), 8 together, and the entries of x along dim 1 are 6",
+        r"`sequence_sizes` is \(4, 4\), which sums to 8, but the entries of x along dim 1 are 6",
     ),
 }
 
@@ -640,4 +652,4 @@ def with_dtensors():
 def test_dtensors_are_for_the_plain_function(ranks):
     for message in ranks.run(with_dtensors):
         assert message.startswith("column_parallel_linear: a tensor is a DTensor")
-        assert message.endswith("Give DTensors to fp8compile.linear, or pass .to_local().")
+        assert message.endswith("Pass .to_local(), or pass the DTensors to fp8compile.linear.")

@@ -112,14 +112,10 @@ def test_all_gather_on_and_off(ranks, case):
     assert not any(ranks.run(on_and_off, *case, 5, within=models.WITHIN[case[-1]]))
 
 
-def test_all_gather_on_and_off_for_30_steps(ranks):
-    assert ranks.run(on_and_off, "tensorwise", "fp32", "bf16", "uneven", "1-D", 30, within="pair") == [[]] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EVERYTHING, ids=" ".join)
 def test_all_gather_on_and_off_everywhere(ranks, case):
-    assert not any(ranks.run(on_and_off, *case, 100, within=models.WITHIN[case[-1]]))
+    assert not any(ranks.run(on_and_off, *case, 10, within=models.WITHIN[case[-1]]))
 
 
 def against_one_process(recipe, policy, sizes, steps):

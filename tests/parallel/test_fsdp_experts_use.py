@@ -284,7 +284,7 @@ def on_a_mesh_of_two_dims(recipe, dim):
     try:
         fsdp_float8_all_gather(f8.convert(Spread(mesh["ep"], Shard(1)), models.recipe_of(recipe)))
     except ValueError as error:
-        return [*differing(weights, found), own == losses, "parts of each expert's matrix" in str(error)]
+        return [*differing(weights, found), own == losses, "matrix of each expert" in str(error)]
     return ["no error"]
 
 
@@ -374,14 +374,16 @@ def test_the_report_says_what_is_gathered():
     model.blocks[1].experts.recipe = f8.recipes.rowwise()
     fsdp_float8_all_gather(model)
     first, second = (row.gathered for row in f8.conversion_report(model).rows if row.experts)
-    assert first == "codes"
-    assert second.startswith("codes, each pass its own; or, if FSDP2 keeps the weight, codes of both passes at once")
+    assert first == "quantized data"
+    assert second.startswith(
+        "quantized data, separate for each pass; or, if FSDP2 keeps the weight, quantized data of both passes at once"
+    )
     half = mixture("rowwise")
     for block in half.blocks:
         block.experts.recipe = replace(f8.recipes.rowwise(), grad_output=None, weight_for_grad_input=None)
-    with pytest.raises(ValueError, match="no weight of this model can be gathered as codes"):
+    with pytest.raises(ValueError, match="no weight of this model can be all-gathered in FP8"):
         fsdp_float8_all_gather(half)
-    with pytest.raises(ValueError, match="it was called for this model already"):
+    with pytest.raises(ValueError, match="it was already called for this model"):
         fsdp_float8_all_gather(model)
 
 
@@ -393,7 +395,7 @@ def test_parameters_that_fsdp_will_ignore_stay_the_objects_that_they_are():
     replaced = {name for name, each in model.named_parameters() if each is not before[name]}
     assert replaced == {f"blocks.1.experts.{name}" for name in ("gate_up", "down")}
     first, second = (row.gathered for row in f8.conversion_report(model).rows if row.experts)
-    assert (first, second[:6]) == ("", "codes,")
+    assert (first, second[:15]) == ("", "quantized data,")
     other = mixture("rowwise", 2)
     with pytest.raises(ValueError, match="all FP8 weights of MixtureModel are in ignored_params"):
         fsdp_float8_all_gather(other, ignored_params=list(other.parameters()))
@@ -422,8 +424,11 @@ def used_otherwise():
 def test_other_uses_of_the_weights_of_experts_raise(ranks):
     for found in ranks.run(used_otherwise, within="pair"):
         assert len(found) == 7, found  # in the graph each product gathers what the recipe says
-        assert "Multiply by fp8compile.grouped_linear" in found["codes", "sum"]
+        assert "Use fp8compile.grouped_linear" in found["codes", "sum"]
         assert "no attribute 'sum'" in found["graph", "sum"]
-        assert "experts are gathered by their products" in found["graph", "rows of all"]
+        assert (
+            "is not supported, because the weights are gathered only inside their GEMMs"
+            in found["graph", "rows of all"]
+        )
         assert "param_dtype" in found["graph", "float32"]
         assert "Set the recipe of experts before" in found["codes", "another recipe"]

@@ -76,8 +76,8 @@ def written_after_an_evaluation():
 def test_weights_that_changed_after_a_forward_alone(ranks):
     for expected, resharded, error in ranks.run(written_after_an_evaluation):
         assert resharded == expected
-        assert "weight was written to after a forward that no backward followed" in error
-        assert "Call reshard() of the FSDP modules" in error
+        assert "weight was modified after a forward without a backward" in error
+        assert "Call reshard() on the FSDP modules" in error
 
 
 def cut_within_experts():

@@ -50,7 +50,7 @@ def test_the_report_claims_no_gather_before_fully_shard():
     assert [row.sharded for row in report.rows] == [False, False]
     model[0]._is_fsdp_managed_module = True  # as fully_shard says it
     text = str(f8.conversion_report(model))
-    assert "codes, each pass its own" in text
+    assert "quantized data, separate for each pass" in text
     assert text.count("not sharded yet") == 1
 
 

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import shared_ranks
 from test_fsdp import data_rank, differing, sharded
-from test_fsdp_use import TRAINED, CountedAllGather, Short, counted
+from test_fsdp_use import TRAINED, CountedAllGather, counted
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
@@ -23,7 +22,6 @@ from fp8compile.ops import collectives
 pytestmark = pytest.mark.skipif(
     TORCH_VERSION < (2, 12), reason=f"a group as a part of a tensor needs PyTorch 2.12, this is {torch.__version__}"
 )
-RECIPES = ("rowwise", "rowwise_bf16_wgrad", "mxfp8")
 
 
 @pytest.fixture(scope="session")
@@ -121,22 +119,6 @@ def test_a_compiled_block_has_one_graph_for_all_passes(ranks, recipe, mesh, back
     assert found == [([], 2)] * len(found)
 
 
-def without_rows(recipe):
-    """Four rows on three ranks, of which the last one has none."""
-    found = {}
-    for on in (False, True):
-        model = f8.convert(Short(), f8.recipes.by_name(recipe), filter=lambda *_: True)
-        model = f8.parallel.fsdp_float8_all_gather(model) if on else model
-        fully_shard(model, mesh=models.mesh_1d("three"), reshard_after_forward=True)
-        found[on] = models.trained(model, 3, dist.get_rank())
-    return found[False] == found[True]
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-def test_a_rank_with_an_empty_shard(ranks, recipe):
-    assert ranks.run(without_rows, recipe, within="three") == [True] * 3
-
-
 # ---------------------------------------------------------------------------------- what is sent
 
 
@@ -177,7 +159,7 @@ def test_each_pass_sends_a_byte_an_element(ranks, recipe, scales, amaxes):
     others = [every - 2 * WEIGHTS for every in values]  # norms, biases, embedding, head: as they were
     assert [every - rest for every, rest in zip(codes, others, strict=True)] == [WEIGHTS + scales] * 2
     assert (messages, none) == ([amaxes], [])
-    assert set(report) == {"codes, each pass its own"}
+    assert set(report) == {"quantized data, separate for each pass"}
 
 
 KEPT = {"reshard_after_forward": False}
@@ -186,20 +168,20 @@ KEPT = {"reshard_after_forward": False}
 @pytest.mark.parametrize(
     ("on", "options", "bytes_an_element", "words"),
     [
-        ({}, KEPT, [2, 0], "codes of both passes at once"),
-        ({"one_gather": "param_dtype"}, KEPT, [2, 0], "param_dtype: one gather serves both passes"),
-        ({"checkpointed": True}, {}, [2, 2], "codes of both passes at once"),
-        ({"checkpointed": True, "one_gather": "param_dtype"}, {}, [2, 2], "param_dtype: one gather"),
+        ({}, KEPT, [2, 0], "quantized data of both passes at once"),
+        ({"one_gather": "param_dtype"}, KEPT, [2, 0], "param_dtype: one all-gather serves both passes"),
+        ({"checkpointed": True}, {}, [2, 2], "quantized data of both passes at once"),
+        ({"checkpointed": True, "one_gather": "param_dtype"}, {}, [2, 2], "param_dtype: one all-gather"),
     ],
 )
 def test_one_gather_for_both_passes_brings_what_was_asked_for(ranks, on, options, bytes_an_element, words):
     (codes, messages, report), *_ = ranks.run(sent, "rowwise", "even", on, options, within="pair")
     (values, *_), *_ = ranks.run(sent, "rowwise", "even", None, options, within="pair")
-    scales = 4 * 2 * (2 * HIDDEN + DIM) // 2 if "codes" in words else 0
+    scales = 4 * 2 * (2 * HIDDEN + DIM) // 2 if "quantized" in words else 0
     expected = [WEIGHTS * each + scales * bool(each) for each in bytes_an_element]
     others = [every - plain * WEIGHTS for every, plain in zip(values, bytes_an_element, strict=True)]
     assert [every - rest for every, rest in zip(codes, others, strict=True)] == expected
-    assert len(messages) == ("codes" in words)
+    assert len(messages) == ("quantized" in words)
     assert all(words in row for row in report)
 
 
@@ -251,7 +233,7 @@ def repeated(how):
 @pytest.mark.parametrize("how", ["inside", "compiled inside", "compiled around"])
 def test_a_forward_that_is_repeated_raises(ranks, how):
     for answer in ranks.run(repeated, how, within="pair"):
-        assert "pass checkpointed=True, so that gathers serve both" in answer.replace("\n", " "), answer
+        assert "Pass checkpointed=True, so that each all-gather serves both" in answer.replace("\n", " "), answer
 
 
 def gathered_between():
@@ -264,7 +246,7 @@ def gathered_between():
     try:
         loss.backward()
     except RuntimeError as error:
-        found.append("something called unshard() between forward and backward" in str(error))
+        found.append("because unshard() was called between forward and backward" in str(error))
     return found
 
 
@@ -291,7 +273,7 @@ def test_another_way_of_resharding_later_raises(ranks):
 
 def test_arguments_are_checked():
     model = f8.convert(nn.Sequential(nn.Linear(32, 32)), f8.recipes.rowwise(), filter=lambda *_: True)
-    with pytest.raises(ValueError, match="one_gather is 'both'; it is 'codes' or 'param_dtype'"):
+    with pytest.raises(ValueError, match="`one_gather` is 'both'; it must be 'codes' or 'param_dtype'"):
         f8.parallel.fsdp_float8_all_gather(model, one_gather="both")
-    with pytest.raises(TypeError, match="checkpointed is 'yes'; it is True or False"):
+    with pytest.raises(TypeError, match="`checkpointed` is 'yes'; it must be True or False"):
         f8.parallel.fsdp_float8_all_gather(model, checkpointed="yes")

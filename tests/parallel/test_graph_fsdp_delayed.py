@@ -210,4 +210,4 @@ def gradients_of_some():
 def test_gradients_that_would_leave_states_behind_raise(ranks):
     for updated, text in ranks.run(gradients_of_some):
         assert updated
-        assert "Ask for the gradients of all trained parameters too, call backward(), or compile the model." in text
+        assert "Also request the gradients of all trained parameters, call backward(), or compile the model." in text

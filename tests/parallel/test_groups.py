@@ -205,7 +205,7 @@ def check_cut_blocks_raise(quantizer, group_name):
         try:
             f8.quantize(shard, quantizer, group=group, shard_dim=dim)
         except ValueError as error:
-            found.append((shape, dim, split, "cuts blocks of" in str(error) and "sizes=(...)" in str(error)))
+            found.append((shape, dim, split, "splits blocks of" in str(error) and "sizes=(...)" in str(error)))
         else:
             found.append((shape, dim, split, False))
     return found
@@ -380,22 +380,25 @@ def test_what_a_shard_can_not_raises_and_says_what_can(ranks):
         for name, parts in {
             "slice": (cut, "aten.slice", ".all_gather() or .dequantize() first"),
             "view": (cut, "aten.view", ".all_gather() or .dequantize() first"),
-            "scaled_mm": ("scaled_mm: a is a shard of sizes (24, 24) along dim 1", "Call .all_gather(1) first"),
+            "scaled_mm": ("scaled_mm: `a` is a shard of sizes (24, 24) along dim 1", "Call .all_gather(1) first"),
             "no group": ("all_gather: this QuantizedTensor has no group", "group=..., shard_dim=..."),
-            "other dim": ("all_gather: dim is 1; the ranks have parts along dim 0.",),
-            "other sizes": ("all_gather: sizes is (24, 8)",),
-            "sizes told otherwise": ("all_gather: sizes is (24, 40)",),
-            "own size": ("all_gather: sizes is (8, 24)",),
+            "other dim": ("all_gather: `dim` is 1, but the tensor is sharded along dim 0.",),
+            "other sizes": ("all_gather: `sizes` is (24, 8)",),
+            "sizes told otherwise": ("all_gather: `sizes` is (24, 40)",),
+            "own size": ("all_gather: `sizes` is (8, 24)",),
             "cut": (
-                "all_gather: parts of (8, 8) along dim 0 cut blocks (16, 16)",
+                "all_gather: shards of sizes (8, 8) along dim 0 split blocks (16, 16)",
                 "fp8compile.quantize(..., sizes=...)",
             ),
-            "lost dim": ("all_gather: this is a view without the dim", "Gather first"),
-            "sizes without group": ("quantize: sizes is (24, 24) and group None",),
-            "no ints": ("quantize: sizes is (24.0, 24); it is a tuple of ints",),
-            "too few": ("quantize: sizes is (24,); it has one entry for each of 2 ranks",),
+            "lost dim": (
+                "all_gather: this QuantizedTensor is a view without the sharded dim",
+                "on the original tensor",
+            ),
+            "sizes without group": ("quantize: `sizes` is (24, 24), but group is None",),
+            "no ints": ("quantize: `sizes` must be a tuple of an int of at least 0 per rank, got (24.0, 24)",),
+            "too few": ("quantize: `sizes` must have an entry for each of 2 ranks, got (24,)",),
             "own entry": (
-                f"sizes is (8, 8) and the entries of x along dim 0 on rank {rank % 2} are 24",
+                f"`sizes` is (8, 8), but the entries of x along dim 0 on rank {rank % 2} are 24",
                 "the same on all",
             ),
         }.items():

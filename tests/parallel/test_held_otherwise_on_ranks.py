@@ -89,5 +89,7 @@ def refusals():
 
 def test_styles_that_do_not_take_them_say_why(ranks):
     experts, *linears = ranks.run(refusals, within="pair")[0]
-    assert experts.startswith("ExpertParallel: given a DbrxExperts, which holds its experts in no 3-D parameters")
-    assert all("given a Conv1D, a linear of a class of its own, which tensor parallelism has no" in t for t in linears)
+    assert experts.startswith("ExpertParallel: got a DbrxExperts, which does not store its experts as 3-D parameters")
+    assert all(
+        "got a Conv1D, a linear layer of another library, for which tensor parallelism has no" in t for t in linears
+    )

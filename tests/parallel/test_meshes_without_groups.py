@@ -57,5 +57,5 @@ def test_the_result_lies_as_that_of_a_plain_layer(mesh, layout, name):
 
 def test_a_layer_that_would_gather_says_so(mesh):
     x, weight = placed(mesh, (2, 16, 32), Shard(1)), placed(mesh, (64, 32), Shard(0))
-    with pytest.raises(RuntimeError, match=r"would have to be gathered, and its mesh has no process groups"):
+    with pytest.raises(RuntimeError, match="would have to be all-gathered, but its mesh has no process groups"):
         f8.linear(x, weight, recipe=f8.recipes.rowwise())

@@ -164,7 +164,9 @@ def test_rows_that_are_cut_twice_and_columns_have_the_bits_of_one_process(ranks)
 
 def test_columns_that_cut_a_block_are_refused(ranks):
     for text in ranks.run(refused, within="pair"):
-        assert text.startswith("moments as codes: ranks cut rows of 192 values to (96, 96), so that a block of 128")
+        assert text.startswith(
+            "FP8 optimizer states: rows of 192 values are sharded as (96, 96), so a block of 128 would span two ranks"
+        )
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])

@@ -1,4 +1,4 @@
-"""Parameters with two sets of codes (rowwise, MX) under FSDP2: the bits of one process, bytes, checkpoints."""
+"""Parameters with two sets of codes (rowwise, MX) under FSDP2: the bits of one process, and what each pass sends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from fsdp_models import FOUR_BITS, recipe_of
 from gloo_ranks import GROUPS, shared_ranks
-from masters import ByHand
 from test_fsdp_use import CountedAllGather, counted
 from torch import nn
 from torch._dynamo.utils import counters
@@ -20,7 +17,6 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
-from benchmarks.living import bytes_since, living
 from fp8compile import _compat
 from fp8compile._compat import local_itself
 from fp8compile.layout.four_bit_packing import one_a_byte
@@ -31,7 +27,6 @@ from fp8compile.testing.bits import difference
 pytestmark = pytest.mark.skipif(
     _compat.TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12"
 )
-RECIPES = ("rowwise", "rowwise_bf16_wgrad", "mxfp8")
 # rows of 96 and 95 on two ranks, of 64, 64 and 63 on three: uneven, and blocks of 32 rows stay whole
 WIDTHS = (64, 191, 191, 191)
 OPTIMIZERS = {
@@ -203,19 +198,6 @@ def test_ways_of_training(ranks, recipe, name):
     assert ranks.run(in_this_way, recipe, name, within="pair") == [(True, [])] * 2
 
 
-def against_copies_of_masters(recipe):
-    """Losses of parameters that are codes, and of FP8 layers over bfloat16 copies of float32 masters, both sharded."""
-    plain = converted(recipe, quantized_parameters=False)
-    expected = train(plain, ByHand(plain, lr=0.02), 10)
-    model = sharded(converted(recipe, keep_initial=True), pair())
-    return train(model, OPTIMIZERS["AdamW, masters"](model.parameters()), 10) == expected
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-def test_losses_are_those_of_layers_over_copies_of_masters(ranks, recipe):
-    assert ranks.run(against_copies_of_masters, recipe, within="pair") == [True] * 2
-
-
 # ---------------------------------------------------------------------------------- bytes and messages
 
 
@@ -254,27 +236,7 @@ def test_each_pass_sends_a_byte_an_element_or_half_of_one_and_a_step_one_message
     codes = elements // 2 if recipe == FOUR_BITS else elements
     assert passes == [codes + scales + biases] * 2
     assert reduced == amaxes
-    assert words == {"codes, each pass its own"}
-
-
-def bytes_of_shards(recipe):
-    """Bytes of every living tensor beside those of a bfloat16 model: after sharding, and after a step."""
-    start = living()
-    model = sharded(converted(recipe, widths=(1024, 1024, 1024)), pair())
-    found = [bytes_since(start)]
-    optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
-    model(torch.randn(16, 1024).bfloat16()).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    found.append(bytes_since(start))
-    start = living()
-    plain = sharded(plain_model(widths=(1024, 1024, 1024)), pair())
-    return [each / bytes_since(start) for each in found], len(list(plain.parameters()))
-
-
-def test_two_sets_take_as_many_bytes_as_bfloat16(ranks):
-    for shares, _ in ranks.run(bytes_of_shards, "mxfp8", within="pair"):
-        assert all(1 <= share <= 1.08 for share in shares), shares
+    assert words == {"quantized data, separate for each pass"}
 
 
 def compiled_blocks(recipe):
@@ -307,50 +269,6 @@ def test_a_broadcast_sends_both_sets_and_what_they_were_made_of(ranks):
     assert ranks.run(broadcast, within="pair") == [True] * 2
 
 
-# ---------------------------------------------------------------------------------- checkpoints
-
-
-def trained_and_resumed(folder, widths):
-    """MXFP8 weights with uneven last shards, AdamW: saved on two ranks; losses of who went on and who resumed.
-
-    And on three ranks, of which the last one has less: what differs from one process.
-    """
-    rank, expected, losses = dist.get_rank(), None, None
-    whole = converted("mxfp8", widths=widths, keep_initial=True)
-    whole_optimizer = OPTIMIZERS["AdamW, masters"](whole.parameters())
-    train(whole, whole_optimizer, 3)
-    if rank < 2:
-        model = sharded(converted("mxfp8", widths=widths, keep_initial=True), pair())
-        optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
-        train(model, optimizer, 3)
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.save(state, checkpoint_id=folder, process_group=GROUPS["pair"])
-        expected = train(model, optimizer, 3, first=3)
-        losses = train(*loaded_on("pair", folder, widths), 3, first=3)
-    dist.barrier()
-    if rank == 3:
-        return True, []
-    model, _ = loaded_on("three", folder, widths)
-    return losses == expected, differences(model, whole, rank, 3)
-
-
-def loaded_on(group, folder, widths):
-    model = sharded(converted("mxfp8", seed=7, widths=widths), DeviceMesh.from_group(GROUPS[group], "cpu"))
-    optimizer = OPTIMIZERS["AdamW, masters"](model.parameters())
-    train(model, optimizer, 1)  # makes the optimizer's state
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=folder, process_group=GROUPS[group])
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return model, optimizer
-
-
-@pytest.mark.parametrize("widths", [WIDTHS, (64, 96, 96)], ids=["uneven", "two ranks cut blocks, three do not"])
-def test_mxfp8_weights_resume_on_two_ranks_and_load_on_three(ranks, tmp_path, widths):
-    """What TransformerEngine's FSDP2 support was asked for: MXFP8 primary weights from start to checkpoint and on."""
-    assert ranks.run(trained_and_resumed, str(tmp_path / "checkpoint"), widths) == [(True, [])] * 4
-
-
 # ---------------------------------------------------------------------------------- what raises
 
 
@@ -381,9 +299,9 @@ def complaints():
 
 def test_what_cannot_be_says_what_to_do(ranks):
     for cut, repeats, same, values, odd in ranks.run(complaints, within="pair"):
-        assert "cuts blocks of 32. Cut at multiples of 32, or leave this weight out of quantized_parameters" in cut
-        assert "fsdp_float8_all_gather, which may cut blocks" in cut
-        assert "pass checkpointed=True, so that gathers serve both" in repeats
+        assert "splits blocks of 32. Split at multiples of 32, or exclude this weight from quantized_parameters" in cut
+        assert "fsdp_float8_all_gather, which supports split blocks" in cut
+        assert "Pass checkpointed=True, so that each all-gather serves both" in repeats
         assert same
-        assert "have no values to gather" in values
-        assert "Cut at even places, or leave this weight out of quantized_parameters" in odd
+        assert "can't be gathered in high precision" in values
+        assert "Split at even positions, or exclude this weight from quantized_parameters" in odd

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fp8compile as f8
 from fp8compile import parallel
 from fp8compile._compat import TORCH_VERSION, local_itself
-from fp8compile.nn.codes_in_state import codes_and_scales
+from fp8compile.nn.layer.codes_in_state import codes_and_scales
 from fp8compile.tensor import QuantizedParameter, is_quantized_parameter
 from fp8compile.testing.bits import difference
 
@@ -184,8 +184,11 @@ def cut_at_an_odd_place():
 
 def test_bytes_that_ranks_would_share_are_refused(ranks):
     for said in ranks.run(cut_at_an_odd_place, within="pair"):
-        assert "[0:201:1] along dim 1 of codes of which 2 share a byte. Cut at even places, or leave this" in said
-        assert "fsdp_float8_all_gather, which may cut blocks" in said
+        assert (
+            "[0:201:1] along dim 1 splits bytes that store 2 values each. Split at even positions, or exclude this"
+            in said
+        )
+        assert "fsdp_float8_all_gather, which supports split blocks" in said
 
 
 # ---------------------------------------------------------------------------------- checkpoints
@@ -252,4 +255,4 @@ def drawn_by_chance():
 
 def test_stochastic_rounding_of_experts_on_ranks_is_refused(ranks):
     for said in ranks.run(drawn_by_chance, within="pair"):
-        assert "stochastic rounding of experts that ranks share" in said
+        assert "stochastic rounding is not supported for experts sharded over ranks" in said

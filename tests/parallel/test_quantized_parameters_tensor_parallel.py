@@ -12,7 +12,7 @@ import fsdp_models as models
 import pytest
 import torch
 from gloo_ranks import GROUPS, shared_ranks
-from masters import ByHand
+from masters import ByHand, scaled_by_values
 from test_quantized_parameters_ranks import OPTIMIZERS, RECIPES, quantized, train
 from torch import nn
 from torch._dynamo.utils import counters
@@ -92,7 +92,7 @@ def of_any_recipe(name, order):
     """Losses beside those of layers over copies of masters, and sets of codes that are not those of whole weights."""
     mesh, recipe = DeviceMesh.from_group(GROUPS["pair"], "cpu"), ANY[name]
     model = parallelized(plain_model(128), mesh, recipe, order, quantized_parameters=True, keep_initial=True)
-    reference = parallelized(plain_model(128), mesh, recipe, order)
+    reference = scaled_by_values(parallelized(plain_model(128), mesh, recipe, order))
     optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference, lr=0.02)
     losses, found = (train(model, optimizer, 4), train(reference, by_hand, 4)), []
     slots = [] if name == "delayed" else [("", recipe.weight)]
@@ -319,11 +319,12 @@ def test_a_state_dict_of_parts_resumes_to_the_bit(ranks):
 def test_what_parts_can_not_be_raises(ranks):
     for texts, unchanged in ranks.run(refusals):
         expected = (
-            "ValueError: convert: quantized_parameters, and the weight of 0 is cut along dim 0 into (100, 100), which",
-            "ValueError: tensor parallel: a quantized weight is cut along dim 0 into (100, 100), which cuts blocks",
-            "ValueError: convert: quantized_parameters, and fully_shard was called for the model. Do this before that",
+            "ValueError: convert: quantized_parameters: the weight of 0 is sharded along dim 0 as (100, 100), which",
+            "ValueError: tensor parallel: a quantized weight is sharded along dim 0 as (100, 100), which splits",
+            "ValueError: convert: quantized_parameters: weights must be quantized before fully_shard, which was "
+            "already called for the model.",
             "TypeError: c10d.scatter_.default of a QuantizedParameter",
-            "is no argument of a compiled graph",
+            "an argument of a compiled graph",
         )
         for text, words in zip(texts, expected, strict=True):
             assert words in text, text

@@ -95,7 +95,7 @@ def refusals():
             run()
         except (RuntimeError, ValueError) as error:
             said.append(str(error))
-    return ["into one unit of fully_shard" in said[0], "which this does not reduce" in said[1]]
+    return ["into the same fully_shard unit" in said[0], "which graph_fsdp does not support" in said[1]]
 
 
 def test_layers_in_several_units_and_graph_fsdp_are_refused():

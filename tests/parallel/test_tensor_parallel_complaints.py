@@ -1,8 +1,7 @@
 """A test for each thing that tensor-parallel FP8 is blamed for, each seen to fail on the implementation to blame.
 
-Elsewhere: a NaN from an amax of a local shard, with layers that return DTensors (`test_tensor_parallel_training.py`:
-an_amax_of_a_local_shard); options of a recipe that are lost on the way (`test_tensor_parallel.py`: "tensorwise pow2",
-"rowwise pow2"); a second group that overwrites the first (`test_explicit_groups.py`: two_groups_in_turn_keep_apart).
+Elsewhere: options of a recipe that are lost on the way (`test_tensor_parallel.py`: "tensorwise pow2", "rowwise pow2");
+a second group that overwrites the first (`test_explicit_groups.py`: two_groups_in_turn_keep_apart).
 
 Here the wrong implementation is put in by the test itself, in each run of it, and has to be found.
 """

@@ -14,7 +14,7 @@ import fp8compile as f8
 from fp8compile import parallel
 from fp8compile.testing.bits import difference, sum_difference
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "blockwise_bf16_wgrad", "mxfp8")
 LAYERS = {"column": parallel.column_parallel_grouped_linear, "row": parallel.row_parallel_grouped_linear}
 NAMES = {2: "pair", 3: "three"}
 # what each rank has: parts end where blocks of 128 and of 32 end, or within them

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from gloo_ranks import GROUPS, shared_ranks
-from masters import ByHand
+from masters import ByHand, scaled_by_values
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import parallel
 
 import fp8compile as f8
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.nn.codes_in_state import codes_and_scales
+from fp8compile.nn.layer.codes_in_state import codes_and_scales
 from fp8compile.testing.bits import difference
 
 pytestmark = pytest.mark.skipif(
@@ -51,6 +51,8 @@ DIAGONAL = [
     ("rowwise_bf16_wgrad", "gathered", "HSDP", "aot_eager"),
     ("blockwise", "parameters", "three", "eager"),
     ("mxfp8", "parameters", "two", "aot_eager"),
+    ("mxfp8", "parameters", "two, then three", "eager"),
+    ("tensorwise", "parameters", "HSDP", "eager"),
     ("delayed", "parameters", "two, then three", "eager"),
     ("delayed", "gathered", "two", "eager"),
     (models.SQUARES, "parameters", "two, then three", "eager"),
@@ -90,6 +92,8 @@ def model_on(mesh, recipe, way, backend, *, reference, seed):
     if way == "parameters" and not reference:
         options |= {"quantized_parameters": True, "keep_initial": True}
     f8.convert(model, RECIPES[recipe], filter=lambda _, fqn: fqn != "head", **options)
+    if way == "parameters" and reference:
+        scaled_by_values(model)
     if way == "gathered" and not reference:
         f8.parallel.fsdp_float8_all_gather(model)
     policy = models.BF16 if way == "gathered" else MixedPrecisionPolicy()

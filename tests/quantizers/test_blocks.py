@@ -110,7 +110,7 @@ def test_the_smallest_subnormal_is_an_amax():
 @pytest.mark.parametrize("block", [(0, 1), (1, 0), (-2, 1), (1,), (1, 2, 3), [1, 128], 128, (1.0, 2), (True, 1), None])
 def test_what_is_no_block_is_refused(block):
     with pytest.raises(
-        ValueError, match=r"^Owner: block is .*; it is a tuple \(rows, columns\) of ints, each at least 1"
+        ValueError, match=r"^Owner: `block` is .*; it must be a tuple \(rows, columns\) of ints, each at least 1"
     ):
         check_block("Owner", block)
 

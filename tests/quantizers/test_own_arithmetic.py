@@ -58,7 +58,7 @@ def test_a_gpu_refuses_codes_that_it_cannot_read_unless_emulation_is_asked_for(q
     operands = (quantizer, quantizer.transposed(), CPU, torch.bfloat16)
     with pretend_target(GPUS[gpu]):
         with pytest.raises(
-            RuntimeError, match=r"codes of \w+ with block .* only the quantizer's own dequantize knows"
+            RuntimeError, match=r"codes of \w+ with block .* only the quantizer's own dequantize method defines"
         ):
             select_gemm(*operands)
         assert select_gemm(
@@ -109,13 +109,13 @@ def test_views_of_packed_codes_that_would_cut_bytes_are_refused():
     assert q.t().shape == (64, 32)
     assert torch.equal(q.t().dequantize(), q.dequantize().t())
     for view in (lambda: q[:, 16:32], lambda: q.reshape(4, 8, 64), lambda: q.split(16), lambda: q[0]):
-        with pytest.raises(TypeError, match=r"packs several values in a byte.*\.dequantize\(\) first"):
+        with pytest.raises(TypeError, match=r"stores several values per byte.*\.dequantize\(\) first"):
             view()
 
 
 def test_a_wrong_transposed_is_told_and_not_a_wrong_shape(monkeypatch):
     monkeypatch.setattr(Packed, "transposed", lambda self: replace(self, block=self.block[::-1]))
-    with pytest.raises(TypeError, match=r"stand for shape \(32, 64\) by its transposed\(\)"):
+    with pytest.raises(TypeError, match=r"values_shape gives shape \(32, 64\) for the transposed data"):
         f8.quantize(values(32, 64), Packed(block=(1, 16))).t()
 
 
@@ -125,7 +125,9 @@ def test_a_wrong_transposed_is_told_and_not_a_wrong_shape(monkeypatch):
 )
 def test_a_declaration_of_another_method_is_not_inherited(base, method, declares):
     own = {method: lambda self, *args: None, "__annotations__": {}, "__module__": __name__}
-    with pytest.raises(TypeError, match=rf"overrides {method}, and inherits a {declares} .* Write {declares} too"):
+    with pytest.raises(
+        TypeError, match=f"overrides {method} but inherits another {declares}. Override {declares} too"
+    ):
         type("Lower", (base,), own)
 
 

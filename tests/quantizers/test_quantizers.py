@@ -122,21 +122,21 @@ def test_fx_repr_is_the_same_in_every_fresh_process():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"format": "e3m4"}, "format 'e3m4' is not known; the formats of codes are 'e4m3', 'e5m2', 'e2m1'"),
-        ({"format": "e2m1"}, "CurrentScaling: format is 'e2m1'; it is 'e4m3' or 'e5m2'"),
-        ({"block": (0, 1)}, r"CurrentScaling: block is \(0, 1\); it is a tuple \(rows, columns\) of ints"),
-        ({"block": (1, -2)}, r"CurrentScaling: block is \(1, -2\)"),
-        ({"block": (1,)}, r"CurrentScaling: block is \(1,\)"),
-        ({"block": 128}, "CurrentScaling: block is 128"),
-        ({"block": (1.0, -1)}, r"CurrentScaling: block is \(1.0, -1\)"),
-        ({"block": (True, -1)}, r"CurrentScaling: block is \(True, -1\)"),
-        ({"scale": "log"}, "scale is 'log'; it is one of 'fp32', 'pow2', 'e8m0_rceil', 'e8m0_floor'"),
-        ({"eps": 1e39}, r"CurrentScaling: eps is 1e\+39; it is a number from 0 to the largest float32"),
-        ({"eps": -1e-9}, "CurrentScaling: eps is -1e-09; it is a number from 0 to the largest float32"),
-        ({"eps": True}, "CurrentScaling: eps is True; it is a number from 0 to the largest float32"),
-        ({"eps": "0"}, "CurrentScaling: eps is '0'; it is a number from 0 to the largest float32"),
-        ({"eps": torch.inf}, "CurrentScaling: field eps is inf; it has to be finite"),
-        ({"eps": torch.nan}, "CurrentScaling: field eps is nan; it has to be finite"),
+        ({"format": "e3m4"}, "format 'e3m4' is not known; it must be one of 'e4m3', 'e5m2', 'e2m1'"),
+        ({"format": "e2m1"}, "CurrentScaling: `format` is 'e2m1'; it must be 'e4m3' or 'e5m2'"),
+        ({"block": (0, 1)}, r"CurrentScaling: `block` is \(0, 1\); it must be a tuple \(rows, columns\) of ints"),
+        ({"block": (1, -2)}, r"CurrentScaling: `block` is \(1, -2\)"),
+        ({"block": (1,)}, r"CurrentScaling: `block` is \(1,\)"),
+        ({"block": 128}, "CurrentScaling: `block` is 128"),
+        ({"block": (1.0, -1)}, r"CurrentScaling: `block` is \(1.0, -1\)"),
+        ({"block": (True, -1)}, r"CurrentScaling: `block` is \(True, -1\)"),
+        ({"scale": "log"}, "`scale` is 'log'; it must be one of 'fp32', 'pow2', 'e8m0_rceil', 'e8m0_floor'"),
+        ({"eps": 1e39}, r"CurrentScaling: `eps` is 1e\+39; it must be a number from 0 to the largest float32"),
+        ({"eps": -1e-9}, "CurrentScaling: `eps` is -1e-09; it must be a number from 0 to the largest float32"),
+        ({"eps": True}, "CurrentScaling: `eps` is True; it must be a number from 0 to the largest float32"),
+        ({"eps": "0"}, "CurrentScaling: `eps` is '0'; it must be a number from 0 to the largest float32"),
+        ({"eps": torch.inf}, "CurrentScaling: field eps is inf; it must be finite"),
+        ({"eps": torch.nan}, "CurrentScaling: field eps is nan; it must be finite"),
     ],
 )
 def test_wrong_values_are_refused_when_made(arguments, text):
@@ -147,7 +147,9 @@ def test_wrong_values_are_refused_when_made(arguments, text):
 @pytest.mark.parametrize("field", ["format", "block", "scale", "eps"])
 @pytest.mark.parametrize("bad", [torch.ones(2), [1, 128], torch.float8_e4m3fn, {"a": 1}, {1}, object()])
 def test_no_field_takes_what_is_no_constant(field, bad):
-    with pytest.raises(TypeError, match=f"CurrentScaling: field {field} holds a {type(bad).__name__}; a constant of"):
+    with pytest.raises(
+        TypeError, match=f"CurrentScaling: field {field} holds a {type(bad).__name__}, but a constant of"
+    ):
         CurrentScaling(**{field: bad})
 
 
@@ -159,7 +161,7 @@ def test_no_field_of_a_subclass_takes_what_is_no_constant(bad):
 
 
 def test_a_quantizer_without_a_scale_rule_says_so():
-    with pytest.raises(TypeError, match=r"(?s)Ruleless has no scale rule\. Write.*def multiplier\(self, amax"):
+    with pytest.raises(TypeError, match=r"(?s)Ruleless has no scale rule\. Define.*def multiplier\(self, amax"):
 
         @dataclass(frozen=True, repr=False)
         class Ruleless(Quantizer):
@@ -225,6 +227,7 @@ def test_salt_has_the_source_of_all_that_ops_are_compiled_from():
     imports, salted = imports_of(Path(f8.__file__).parent), {name.removesuffix(".py") for name in SALTED}
     folder_of = {module: [*module.split("."), ""][1] for module in imports}
     compiled = {module for module, folder in folder_of.items() if folder in salted - traced_by_dynamo}
+    compiled -= {"fp8compile.monitor.monitor"}  # it attaches the ops of its folder to modules
     read = {folder_of[other] for module in compiled for other in imports[module]}
     assert len(compiled) > 100
     assert read - {""} - salted == set(), "their sources are in no key of a compile cache"

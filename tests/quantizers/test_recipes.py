@@ -29,23 +29,23 @@ def test_name_gives_the_recipe_and_the_recipe_its_name(name):
 
 def test_ready_recipes_differ():
     ready = [recipes.by_name(name) for name in recipes.names()]
-    assert {*EIGHT_BITS, "nvfp4"} == set(recipes.names())
+    assert {*EIGHT_BITS, "blockwise_bf16_wgrad", "nvfp4"} == set(recipes.names())
     assert len(set(ready)) == len(ready)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("rowise", "no recipe is called 'rowise'; there are {}. Did you mean 'rowwise'?"),
-        ("tensor_wise", "no recipe is called 'tensor_wise'; there are {}. Did you mean 'tensorwise'?"),
-        ("xyz", "no recipe is called 'xyz'; there are {}."),
-        ("", "no recipe is called ''; there are {}."),
-        (None, "no recipe is called None; there are {}."),
+        ("rowise", "there is no recipe named 'rowise'; recipes are {}. Did you mean 'rowwise'?"),
+        ("tensor_wise", "there is no recipe named 'tensor_wise'; recipes are {}. Did you mean 'tensorwise'?"),
+        ("xyz", "there is no recipe named 'xyz'; recipes are {}."),
+        ("", "there is no recipe named ''; recipes are {}."),
+        (None, "there is no recipe named None; recipes are {}."),
     ],
     ids=str,
 )
 def test_unknown_name_raises_with_the_closest_one(name, message):
-    with pytest.raises(ValueError, match="no recipe is called") as caught:
+    with pytest.raises(ValueError, match="there is no recipe named") as caught:
         recipes.by_name(name)
     assert str(caught.value) == message.format(", ".join(recipes.names()))
 
@@ -56,15 +56,15 @@ def test_mxfp8_may_be_emulated_if_asked():
 
 
 def test_mxfp8_has_no_scale_of_another_kind():
-    with pytest.raises(ValueError, match="mxfp8: scale is 'pow2'; it is 'e8m0_rceil' or 'e8m0_floor'"):
+    with pytest.raises(ValueError, match="mxfp8: `scale` is 'pow2'; it must be 'e8m0_rceil' or 'e8m0_floor'"):
         recipes.mxfp8(scale="pow2")
 
 
 @pytest.mark.parametrize("block", [(32, 1), (16, 16), (128, 128), [32, 32], 32, None], ids=str)
 def test_mxfp8_has_no_weights_in_other_blocks(block):
-    with pytest.raises(ValueError, match=r"mxfp8: weight_block is .*; it is \(1, 32\) or \(32, 32\)") as caught:
+    with pytest.raises(ValueError, match=r"mxfp8: `weight_block` is .*; it must be \(1, 32\) or \(32, 32\)") as caught:
         recipes.mxfp8(weight_block=block)
-    assert f"weight_block is {block!r};" in str(caught.value)
+    assert f"`weight_block` is {block!r};" in str(caught.value)
 
 
 def test_mxfp8_with_square_blocks_has_one_quantizer_of_the_weight_and_all_else_of_the_other():
@@ -176,20 +176,23 @@ def test_the_text_of_a_call_makes_the_recipe_that_is_described_by_it(text):
 
 @pytest.mark.parametrize("text", ["rowwise(True)", "rowwise(eps=x)", "rowwise(**{})", "rowwise(", "f8.rowwise()"])
 def test_a_text_that_is_no_call_of_a_recipe_makes_none(text):
-    with pytest.raises(ValueError, match="no recipe is called"):
+    said = r"recipe named 'rowwise\('; recipes are|recipe '.*'; it must be a name, such as rowwise, or a call"
+    with pytest.raises(ValueError, match=said):
         recipes.by_name(text)
 
 
 def test_blocks_of_the_ready_recipes():
     blocks = {
         name: [getattr(quantizer, "block", None) for quantizer in (getattr(recipes.by_name(name), s) for s in SLOTS)]
-        for name in ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "delayed")
+        for name in (*recipes.names()[:5], "delayed")
     }
-    row, column = (1, -1), (-1, 1)
+    row, column, line, tile, pillar = (1, -1), (-1, 1), (1, 128), (128, 128), (128, 1)
     assert blocks == {
         "tensorwise": [(-1, -1)] * 6,
         "rowwise": [row, row, row, column, column, column],
         "rowwise_bf16_wgrad": [row, row, row, column, None, None],
+        "blockwise": [line, tile, line, tile, pillar, pillar],
+        "blockwise_bf16_wgrad": [line, tile, line, tile, None, None],
         "delayed": [(-1, -1)] * 6,
     }
 

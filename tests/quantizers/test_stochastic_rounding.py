@@ -117,10 +117,10 @@ def test_a_recomputed_forward_and_a_second_run_round_alike(assert_bits_equal):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"rounding": "up"}, "rounding is 'up'; it is 'nearest' or 'stochastic'"),
-        ({"seed": -1}, "seed is -1; it is an int from 0 to 2147483647"),
-        ({"seed": True}, "seed is True; it is an int"),
-        ({"seed": 1 << 31}, "seed is 2147483648; it is an int"),
+        ({"rounding": "up"}, "`rounding` is 'up'; it must be 'nearest' or 'stochastic'"),
+        ({"seed": -1}, "`seed` is -1; it must be an int from 0 to 2147483647"),
+        ({"seed": True}, "`seed` is True; it must be an int"),
+        ({"seed": 1 << 31}, "`seed` is 2147483648; it must be an int"),
     ],
     ids=str,
 )

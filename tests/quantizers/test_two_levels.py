@@ -80,7 +80,7 @@ def test_every_contract_holds(quantizer):
 
 def test_a_class_with_half_of_two_levels_is_told_what_it_lacks():
     own = {"outer_scale": OwnLevels.outer_scale, "__annotations__": {}, "__module__": __name__}
-    with pytest.raises(TypeError, match="overrides outer_scale and not block_scale"):
+    with pytest.raises(TypeError, match="overrides outer_scale but not block_scale"):
         type("Half", (Quantizer,), own)
 
 
@@ -178,13 +178,13 @@ def test_a_quantized_tensor_keeps_its_outer_scale(tmp_path, assert_bits_equal):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"format": "e4m3"}, "format is 'e4m3'; it is 'e2m1'"),
-        ({"block": (1, 32)}, r"block is \(1, 32\); it is \(1, 16\), \(16, 1\) or \(16, 16\)"),
-        ({"packed": "columns"}, "packed is 'columns' with block"),
-        ({"scale": "te"}, "scale is 'te'; it is one of 'transformer_engine', 'reciprocal', 'torchao'"),
-        ({"rounding": "up"}, "TwoLevelScaling: rounding is 'up'"),
-        ({"hadamard": (1, 2)}, "it is a tuple of sixteen of 1 and -1"),
-        ({"hadamard": SIGNS, "block": (16, 16)}, r"hadamard is .* with block \(16, 16\)"),
+        ({"format": "e4m3"}, "`format` is 'e4m3'; it must be 'e2m1'"),
+        ({"block": (1, 32)}, r"`block` is \(1, 32\); it must be \(1, 16\), \(16, 1\) or \(16, 16\)"),
+        ({"packed": "columns"}, "`packed` is 'columns' with block"),
+        ({"scale": "te"}, "`scale` is 'te'; it must be one of 'transformer_engine', 'reciprocal', 'torchao'"),
+        ({"rounding": "up"}, "TwoLevelScaling: `rounding` is 'up'"),
+        ({"hadamard": (1, 2)}, r"it must be \(\), or a tuple of sixteen 1 and -1"),
+        ({"hadamard": SIGNS, "block": (16, 16)}, r"`hadamard` is .* with block \(16, 16\)"),
     ],
     ids=str,
 )
@@ -194,13 +194,13 @@ def test_wrong_fields_say_what_is_allowed(fields, says):
 
 
 def test_sizes_that_do_not_fit_are_refused_where_there_is_no_layer_to_pad_them():
-    with pytest.raises(ValueError, match=r"lays two codes of a row into one byte.* has 9"):
+    with pytest.raises(ValueError, match=r"stores two values of a row in one byte.* has 9"):
         f8.quantize(torch.randn(4, 9), f8.TwoLevelScaling())
     turned = f8.TwoLevelScaling(hadamard=SIGNS)
     for quantizer in (f8.TwoLevelScaling(), f8.TwoLevelScaling(packed="none"), turned):
-        with pytest.raises(ValueError, match=r"x has shape \(\), .* Give it a dim: x\.reshape\(1\)"):
+        with pytest.raises(ValueError, match=r"`x` has shape \(\), .* Add a dim: x\.reshape\(1\)"):
             f8.quantize(torch.tensor(3.0), quantizer)
-    with pytest.raises(ValueError, match=r"its codes by this quantizer would stand for shape \(4, 48\)"):
+    with pytest.raises(ValueError, match=r"but this quantizer would return a tensor of shape \(4, 48\)"):
         f8.quantize(torch.randn(4, 40), turned)
     assert math.isfinite(
         f8.quantize(torch.randn(4, 9), replace(f8.TwoLevelScaling(), packed="none")).dequantize().sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+from dataclasses import dataclass
 from fnmatch import fnmatch
 
 import pytest
@@ -17,13 +18,25 @@ LARGE = {"shape": (256, 512), "dtype": torch.bfloat16}
 LEAST, KINDS_AND_SIZES, CHOSEN = 1, (("norm", 1.5), ("gemm", None)), ["norm"]
 
 
+@dataclass
+class Unhashable:
+    def __call__(self, tensor):
+        return True
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"quantizer": "e4m3"}, TypeError, "quantizer is 'e4m3'; it is a quantizer"),
+        ({"quantizer": "e4m3"}, TypeError, "`quantizer` is 'e4m3'; it must be a quantizer"),
         ({"quantizer": f8.DelayedScaling()}, ValueError, "a saved tensor has no history"),
-        ({"quantizer": f8.TwoLevelScaling(block=(16, 1), packed="columns")}, ValueError, "a tensor of three dims"),
-        ({"filter": ["norm"]}, TypeError, r"filter is \['norm'\]; it is None, a tuple of kinds"),
+        ({"quantizer": f8.TwoLevelScaling(block=(16, 1), packed="columns")}, ValueError, "a tensor with three dims"),
+        ({"filter": ["norm"]}, TypeError, r"`filter` is \['norm'\]; it must be None, a tuple of kinds"),
+        (
+            {"filter": Unhashable()},
+            TypeError,
+            r"`filter` is Unhashable\(\); it must be None, .* or a hashable "
+            r"function",
+        ),
         ({"filter": ("norms",)}, ValueError, "filter has the kind 'norms'; the kinds are norm, activation"),
     ],
 )
@@ -68,6 +81,21 @@ def test_filters_that_differ_in_a_name_or_a_keyword_have_texts_of_their_own():
     assert by_kind.uuid() != by_module.uuid()
     texts = {f8.SavedAsCodes(filter=lambda tensor, *, least=least: tensor.nbytes > least).uuid() for least in (1, 2)}
     assert len(texts) == 2
+
+
+def test_quantizers_whose_classes_share_a_name_have_texts_of_their_own():
+    """Contexts of one text share their hooks, and so a compiled graph."""
+
+    def made(element):
+        @dataclass(frozen=True, kw_only=True)
+        class Own(f8.CurrentScaling):
+            def element_format(self):
+                return f8.CurrentScaling(format=element).element_format()
+
+        return f8.SavedAsCodes(Own())
+
+    assert made("e4m3").uuid() != made("e5m2").uuid()
+    assert f8.SavedAsCodes(f8.CurrentScaling()).uuid() == f8.SavedAsCodes(f8.CurrentScaling()).uuid()
 
 
 def is_large(tensor):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fp8compile as f8
@@ -126,15 +129,57 @@ def test_a_write_to_a_tensor_that_was_kept_as_it_is_raises():
         y = x * 1
         z = F.silu(y)
         y.add_(1)
-    with pytest.raises(RuntimeError, match=r"a tensor of shape \(256, 256\) .* was written to in place"):
+    with pytest.raises(RuntimeError, match=r"a tensor of shape \(256, 256\) .* was modified in place"):
         z.sum().backward()
 
 
 def test_arguments_that_do_not_fit_are_refused():
     with (
-        pytest.raises(TypeError, match="a SavedAsCodes has its quantizer and filter"),
+        pytest.raises(TypeError, match="`saved` was passed together with `quantizer` or `filter`"),
         f8.saved_as_codes(f8.SavedAsCodes(), filter=("norm",)),
     ):
         pass
-    with pytest.raises(TypeError, match=r"saved is 'all'; it is a fp8compile\.SavedAsCodes"), f8.saved_as_codes("all"):
+    with (
+        pytest.raises(TypeError, match=r"`saved` is 'all'; it must be a fp8compile\.SavedAsCodes"),
+        f8.saved_as_codes("all"),
+    ):
         pass
+
+
+def gradients_with_a_new_filter(model, x, between=lambda: None):
+    with f8.saved_as_codes(filter=lambda tensor: True):
+        hidden = model[0](x)
+        between()
+        y = model[1](hidden)
+    return torch.autograd.grad(y.sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["nested", "thread"])
+def test_a_context_keeps_its_filter_while_another_one_has_an_equal_one(in_thread):
+    """The hooks found the last value of one text, and the first context then saved nothing in FP8."""
+    torch.manual_seed(0)
+    model, other = (nn.Sequential(nn.Linear(D, H), nn.SiLU()) for _ in range(2))
+
+    def another():
+        gradients_with_a_new_filter(other, tokens().float())
+
+    def in_another_thread():
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+
+    exact = torch.autograd.grad(model(tokens().float()).sum(), list(model.parameters()))
+    alone = gradients_with_a_new_filter(model, tokens().float())
+    beside = gradients_with_a_new_filter(model, tokens().float(), in_another_thread if in_thread else another)
+    assert all(map(torch.equal, alone, beside))
+    assert not torch.equal(alone[0], exact[0])
+
+
+def test_a_filter_created_in_each_call_compiles_the_call_once():
+    compiled, x = torch.compile(nn.Sequential(nn.Linear(D, H), nn.SiLU()), backend="aot_eager"), tokens().float()
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(3):
+        with f8.saved_as_codes(filter=lambda tensor: True):
+            compiled(x).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1

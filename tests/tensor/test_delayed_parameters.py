@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from masters import ByHand, train
+from masters import ByHand, scaled_by_values, train
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -29,6 +29,11 @@ def codes_of(**options):
     return model, f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.01)
 
 
+def multiplier_of(values, quantizer):
+    """The multiplier (1 / scale) by the amax of values themselves."""
+    return quantizer.next_state(torch.zeros(2), torch.ones(()), values.detach().float().abs().max())[1]
+
+
 def states_of(model):
     """Histories without entry 0, and multipliers."""
     return [t[:, 1:] if t.ndim == 2 else t for t in model.buffers()]
@@ -42,7 +47,7 @@ def states_of(model):
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_losses_and_states_are_those_of_layers_over_copies_of_masters(recipe, backend):
     model, optimizer = codes_of(recipe=recipe)
-    plain = model_of(recipe=recipe)
+    plain = scaled_by_values(model_of(recipe=recipe))
     runs = [
         each if backend is None else torch.compile(each, backend=backend, fullgraph=True) for each in (model, plain)
     ]
@@ -92,6 +97,90 @@ def test_values_that_are_loaded_are_cast_by_the_multiplier_that_comes_with_them(
         assert own.amax_history[1, 0] == other.weight.detach().abs().max().float()
 
 
+def decibels(values, reference):
+    error = (values.float() - reference.float()).square().mean()
+    return 10 * torch.log10(reference.float().square().mean() / error)
+
+
+WRITTEN = {
+    "converted": lambda source: f8.convert(source, RECIPE, filter="*", quantized_parameters=True),
+    "loaded": lambda source: loaded(model_of(quantized_parameters=True), source.state_dict()),
+    "copied after convert": lambda source: copied(model_of(quantized_parameters=True), source),
+    "written by an optimizer": lambda source: stepped(model_of(quantized_parameters=True), source),
+    "loaded and reset": lambda source: loaded(f8.reset_delayed_scaling(trained()), source.state_dict()),
+    "loaded after training": lambda source: loaded(trained(), source.state_dict()),
+    "frozen": lambda source: f8.freeze_weights(f8.convert(source, RECIPE, filter="*")),
+    "frozen after a load": lambda source: f8.freeze_weights(loaded(model_of(), source.state_dict())),
+}
+
+
+def trained():
+    model, optimizer = codes_of()
+    train(model, optimizer, 2)
+    return model
+
+
+def loaded(model, state):
+    model.load_state_dict(state)
+    return model
+
+
+@torch.no_grad()
+def copied(model, source):
+    for own, other in zip(model.parameters(), source.parameters(), strict=True):
+        own.copy_(other)
+    return model
+
+
+class Copies(torch.optim.Optimizer):
+    """An optimizer whose step copies given values."""
+
+    def __init__(self, params, values):
+        super().__init__(params, {})
+        self.values = list(values)
+
+    @torch.no_grad()
+    def step(self):
+        for own, values in zip(self.param_groups[0]["params"], self.values, strict=True):
+            own.copy_(values)
+
+
+def stepped(model, source):
+    Copies(model.parameters(), source.parameters()).step()
+    return model
+
+
+def small_model(std):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, 64)).bfloat16()
+    for layer in (model[0], model[2]):
+        nn.init.normal_(layer.weight, std=std)
+    return model
+
+
+@pytest.mark.parametrize("std", [0.02, 0.0005, 3000.0])
+@pytest.mark.parametrize("how", WRITTEN)
+def test_before_training_the_scale_is_that_of_the_values(how, std, assert_bits_equal):
+    source = small_model(std)
+    model = WRITTEN[how](copy.deepcopy(source))
+    for own, other in ((model[0], source[0]), (model[2], source[2])):
+        assert decibels(own.weight.dequantize(), other.weight) > 28  # as tensorwise has
+        multiplier = multiplier_of(other.weight, RECIPE.weight).view(1, 1)
+        assert_bits_equal(own.weight_codes, f8.ops.cast(other.weight.detach(), multiplier, RECIPE.weight))
+        assert_bits_equal(own.weight_scale, RECIPE.weight.scale_of(multiplier))
+
+
+@pytest.mark.parametrize("history", [1, 4])
+def test_what_is_frozen_after_training_is_cast_as_its_forward_casts_it(history):
+    model = model_of(recipe=f8.recipes.delayed(history=history))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    multiplier, values = model[0].multiplier[1].view(1, 1).clone(), model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.mul_(8)  # a later backward would see it
+    f8.freeze_weights(model)
+    assert torch.equal(model[0].weight_codes, f8.ops.cast(values * 8, multiplier, RECIPE.weight))
+
+
 def test_stock_optimizers_round_once_a_step():
     """As a plain weight of what codes stand for, updated, and then cast by the multiplier of that moment."""
     model = model_of(quantized_parameters=True)
@@ -124,10 +213,10 @@ def test_a_start_on_the_meta_device_and_a_reset():
 def test_what_is_no_layers_weight_takes_no_values():
     model, _ = codes_of()
     copied = model[0].weight.detach().clone()
-    with pytest.raises(RuntimeError, match="this tensor is no layer's weight: a copy of one"):
+    with pytest.raises(RuntimeError, match="this tensor is a copy"):
         copied.mul_(2)
     torch.manual_seed(0)
     tied = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="several layers share the weight of 0, each of which has a state"):
+    with pytest.raises(ValueError, match="several layers share the weight of 0, but each has its own state"):
         f8.convert(tied, RECIPE, quantized_parameters=True)

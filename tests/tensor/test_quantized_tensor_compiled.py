@@ -134,7 +134,7 @@ def test_view_of_an_argument_is_never_another_one(name, assert_bits_equal):
     try:
         actual = compiled(view, "aot_eager")(q)
     except TypeError as error:
-        if "is no view that keeps its blocks. Call .dequantize() first." not in str(error):
+        if "is not a view that keeps its blocks. Call .dequantize() first." not in str(error):
             raise
     else:
         assert_same(actual, view(q), assert_bits_equal, name)
@@ -297,14 +297,16 @@ def test_quantize_under_transforms_says_what_to_do(case):
         "vmap": lambda: torch.func.vmap(function)(x[None]),
         "dual": lambda: dual(function, x),
     }
-    with pytest.raises(RuntimeError, match=r"quantize: x is inside a transform .* or use fp8compile.linear"):
+    with pytest.raises(RuntimeError, match=r"quantize: `x` is inside a transform .* or use fp8compile.linear"):
         calls[case]()
 
 
 def test_quantized_tensor_that_asks_for_a_gradient_stays_in_its_graph():
     function = compiled(lambda x: f8.quantize(x, ROWWISE), "aot_eager")
     with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed, match=r"can't leave a compiled graph: .* \.detach\(\)"
+        torch._dynamo.exc.BackendCompilerFailed,
+        match=r"can't be an output of a compiled graph, because .* "
+        r"\.detach\(\)",
     ):
         function(values(16, 48).requires_grad_())
 

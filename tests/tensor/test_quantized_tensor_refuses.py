@@ -13,8 +13,8 @@ from torch.nn import functional
 import fp8compile as f8
 
 NO_MEANING = (
-    "{} has no FP8 meaning for a QuantizedTensor, and nothing dequantizes in silence. Call .dequantize() first; for "
-    "products use fp8compile.linear or fp8compile.scaled_mm."
+    "{} is not supported for a QuantizedTensor, and tensors are never dequantized implicitly. Call .dequantize() "
+    "first; for matrix multiplication use fp8compile.linear or fp8compile.scaled_mm."
 )
 
 
@@ -75,7 +75,7 @@ def test_in_place_operator_raises_on_either_side(name):
     in_place = getattr(operator, f"i{name.rstrip('_')}")
     assert error_text(in_place, quantized(), torch.ones(16, 32)) == NO_MEANING.format(f"Tensor.__i{name}__")
     plain = torch.ones(16, 32)
-    assert "has no FP8 meaning for a QuantizedTensor" in error_text(in_place, plain, quantized())
+    assert "is not supported for a QuantizedTensor" in error_text(in_place, plain, quantized())
     assert torch.equal(plain, torch.ones(16, 32))
 
 
@@ -137,7 +137,7 @@ def test_function_linear_raises_for_either_operand():
         lambda: functional.linear(weight, weight, torch.ones(8, dtype=torch.bfloat16)),
     ):
         text = error_text(call)
-        assert "has no FP8 meaning" in text
+        assert "is not supported" in text
         assert "fp8compile.linear" in text
 
 
@@ -180,23 +180,23 @@ VIEWS = [
         lambda q: q.view(32, 16),
         (1, 16),
         (16, 32),
-        "aten.view.default from (16, 32) to (32, 16) moves elements between blocks (1, 16). Keep the last dim as it "
-        "is, or call .dequantize() first.",
+        "aten.view.default from (16, 32) to (32, 16) would move elements between blocks (1, 16). Keep the last dim "
+        "unchanged, or call .dequantize() first.",
     ),
     (
         "unsqueeze of the last dim",
         lambda q: q.unsqueeze(-1),
         (1, -1),
         (16, 32),
-        "aten.unsqueeze.default from (16, 32) to (16, 32, 1) moves elements between blocks (1, -1). Keep the last "
-        "dim as it is, or call .dequantize() first.",
+        "aten.unsqueeze.default from (16, 32) to (16, 32, 1) would move elements between blocks (1, -1). Keep the "
+        "last dim unchanged, or call .dequantize() first.",
     ),
     (
         "slice",
         lambda q: q[8:24],
         (16, 16),
         (32, 32),
-        "aten.slice.Tensor [8:24:1] along dim 0 of 32 cuts blocks of 16. Cut at multiples of 16, or call "
+        "aten.slice.Tensor [8:24:1] along dim 0 of 32 splits blocks of 16. Split at multiples of 16, or call "
         ".dequantize() first.",
     ),
     (
@@ -204,7 +204,7 @@ VIEWS = [
         lambda q: q[:, ::16],
         (1, 16),
         (16, 32),
-        "aten.slice.Tensor [0:32:16] along dim 1 of 32 cuts blocks of 16. Cut at multiples of 16, or call "
+        "aten.slice.Tensor [0:32:16] along dim 1 of 32 splits blocks of 16. Split at multiples of 16, or call "
         ".dequantize() first.",
     ),
     (
@@ -212,7 +212,7 @@ VIEWS = [
         lambda q: q.split([8, 24], -1),
         (1, 16),
         (16, 32),
-        "aten.slice.Tensor [0:8:1] along dim 1 of 32 cuts blocks of 16. Cut at multiples of 16, or call "
+        "aten.slice.Tensor [0:8:1] along dim 1 of 32 splits blocks of 16. Split at multiples of 16, or call "
         ".dequantize() first.",
     ),
     (
@@ -220,32 +220,32 @@ VIEWS = [
         lambda q: q[:1],
         (16, 16),
         (2, 16, 32),
-        "a QuantizedTensor of shape (2, 16, 32) with block (16, 16) can't be cut along dim 0: its blocks lie over "
-        "flattened leading dims. Flatten them with .reshape, or call .dequantize() first.",
+        "a QuantizedTensor of shape (2, 16, 32) with block (16, 16) can't be split along dim 0, because its blocks "
+        "span flattened leading dims. Flatten them with .reshape, or call .dequantize() first.",
     ),
     (
         "select of a column",
         lambda q: q[:, 3],
         (1, 16),
         (16, 32),
-        "aten.select.int along dim 1 of a QuantizedTensor with block (1, 16) leaves no block. Call .dequantize() "
-        "first.",
+        "aten.select.int along dim 1 of a QuantizedTensor with block (1, 16) would not keep its blocks. Call "
+        ".dequantize() first.",
     ),
     (
         "select within a block",
         lambda q: q[3],
         (16, 16),
         (16, 32),
-        "aten.select.int along dim 0 of a QuantizedTensor with block (16, 16) leaves no block. Call .dequantize() "
-        "first.",
+        "aten.select.int along dim 0 of a QuantizedTensor with block (16, 16) would not keep its blocks. Call "
+        ".dequantize() first.",
     ),
     (
         "transpose of three dims",
         lambda q: q.transpose(0, 2),
         (-1, -1),
         (2, 16, 32),
-        "aten.transpose.int of a QuantizedTensor takes a matrix, this has shape (2, 16, 32): its blocks lie over "
-        "flattened leading dims. Flatten them with .reshape, or call .dequantize() first.",
+        "aten.transpose.int of a QuantizedTensor requires a matrix, but this one has shape (2, 16, 32) and blocks "
+        "over its flattened leading dims. Flatten them with .reshape, or call .dequantize() first.",
     ),
     (
         "as_strided",
@@ -253,7 +253,7 @@ VIEWS = [
         (-1, -1),
         (16, 32),
         "aten.as_strided.default with size (4, 4) and stride (1, 2) of a QuantizedTensor with shape (16, 32) and "
-        "stride (32, 1) is no view that keeps its blocks. Call .dequantize() first.",
+        "stride (32, 1) is not a view that keeps its blocks. Call .dequantize() first.",
     ),
 ]
 
@@ -288,6 +288,6 @@ def test_pickle_with_a_group_raises():
     group = SimpleNamespace(group_name="1", size=lambda: 2, rank=lambda: 0)
     grouped = f8.QuantizedTensor(q.codes, q.scale, q.quantizer, q.dtype, group)
     assert error_text(pickle.dumps, grouped) == (
-        "a QuantizedTensor with a process group can't be pickled: a group lives in one process. Pickle "
-        ".dequantize(), or its .codes and .scale."
+        "a QuantizedTensor with a process group can't be pickled, because a process group belongs to one process. "
+        "Pickle .dequantize(), or its .codes and .scale."
     )

@@ -256,7 +256,7 @@ def test_a_packed_view_that_leaves_a_compiled_graph_is_that_view():
     "view", [lambda q: q.view(64, 32), lambda q: q.unsqueeze(-1), lambda q: q.t().unsqueeze(0)], ids=[0, 1, 2]
 )
 def test_a_view_that_would_cut_bytes_raises(view):
-    with pytest.raises(TypeError, match=r"packs several values in a byte.*\.dequantize\(\) first"):
+    with pytest.raises(TypeError, match=r"stores several values per byte.*\.dequantize\(\) first"):
         view(f8.quantize(torch.randn(32, 64), f8.TwoLevelScaling()))
 
 

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 import fp8compile as f8
 from fp8compile import _compat
+from fp8compile.ops.layer.layer_sharding import UNSHARDED
 from fp8compile.testing.bits import difference
 
 RECIPES = {
@@ -26,6 +27,7 @@ OTHERS = {
     "forward only": f8.Recipe(input=f8.CurrentScaling(), weight=f8.CurrentScaling()),
     "high precision": f8.Recipe(),
 }
+PLAIN = None, [], [], UNSHARDED  # arguments of an op: no groups, nothing known, full tensors
 DTYPES = (torch.bfloat16, torch.float32)
 needs_groups = pytest.mark.skipif(_compat.TORCH_VERSION < (2, 12), reason="a group on a tensor needs PyTorch 2.12")
 
@@ -116,10 +118,12 @@ def test_transposed_view_of_codes_serves_too(assert_bits_equal):
 def test_recipe_that_one_set_of_codes_does_not_serve_raises(recipe):
     assert not recipe.shares_weight_codes()
     quantized = f8.quantize(values(64, 64), recipe.weight or f8.CurrentScaling())
-    with pytest.raises(ValueError, match=r"linear: weight is a QuantizedTensor of CurrentScaling.*in both places"):
+    with pytest.raises(
+        ValueError, match=r"linear: `weight` is a QuantizedTensor of CurrentScaling.*same quantizer for both"
+    ):
         f8.linear(values(4, 64), quantized, recipe=recipe)
-    with pytest.raises(ValueError, match=r"linear: weight is a QuantizedTensor"):
-        f8.ops.linear(values(4, 64), quantized, None, recipe)
+    with pytest.raises(ValueError, match=r"linear: `weight` is a QuantizedTensor"):
+        f8.ops.linear(values(4, 64), quantized, None, *PLAIN, recipe)
 
 
 def test_codes_by_their_own_amax_for_a_recipe_with_delayed_scaling_raise():
@@ -127,9 +131,9 @@ def test_codes_by_their_own_amax_for_a_recipe_with_delayed_scaling_raise():
     quantized, state = f8.quantize(values(64, 64), f8.CurrentScaling()), f8.DelayedState.initial(recipe)
     for call in (
         lambda: f8.linear(values(4, 64), quantized, recipe=recipe, state=state),
-        lambda: f8.ops.delayed_linear(values(4, 64), quantized, None, *state, recipe),
+        lambda: f8.ops.delayed_linear(values(4, 64), quantized, None, None, None, *state, *PLAIN, recipe),
     ):
-        with pytest.raises(ValueError, match=r"linear: weight is a QuantizedTensor of .* by DelayedScaling"):
+        with pytest.raises(ValueError, match=r"linear: `weight` is a QuantizedTensor of .* by DelayedScaling"):
             call()
 
 
@@ -143,11 +147,11 @@ def test_codes_of_another_format_raise():
 def test_operand_other_than_the_weight_raises():
     recipe = f8.recipes.tensorwise()
     quantized = f8.quantize(values(64, 64), recipe.weight)
-    with pytest.raises(TypeError, match="linear: x is a QuantizedTensor; linear quantizes its operands itself"):
+    with pytest.raises(TypeError, match="linear: `x` is a QuantizedTensor, but linear quantizes its operands itself"):
         f8.linear(quantized, values(64, 64), recipe=recipe)
     for x, weight in ((quantized, values(64, 64)), (quantized, quantized)):
-        with pytest.raises(TypeError, match="linear: only the weight may be a QuantizedTensor"):
-            f8.ops.linear(x, weight, None, recipe)
+        with pytest.raises(TypeError, match="linear: only `weight` can be a QuantizedTensor"):
+            f8.ops.linear(x, weight, None, *PLAIN, recipe)
 
 
 def test_autocast_to_another_dtype_raises_and_to_its_own_runs(assert_bits_equal):
@@ -156,7 +160,7 @@ def test_autocast_to_another_dtype_raises_and_to_its_own_runs(assert_bits_equal)
     with torch.autocast("cpu", torch.bfloat16):
         found = f8.linear(x, f8.quantize(weight, recipe.weight), recipe=recipe)
         assert_bits_equal(found, f8.linear(x, weight, recipe=recipe))
-        with pytest.raises(TypeError, match=r"QuantizedTensor of torch.float32, under autocast to torch.bfloat16"):
+        with pytest.raises(TypeError, match=r"from torch.float32, but autocast is to torch.bfloat16"):
             f8.linear(x, f8.quantize(weight.float(), recipe.weight), recipe=recipe)
 
 
@@ -232,7 +236,7 @@ def test_shard_with_a_group_is_a_weight(backend):
 @needs_groups
 def test_shard_that_cuts_blocks_raises():
     for text in shared_ranks().run(shard_that_cuts_blocks):
-        assert text.startswith("linear: weight is a shard of sizes (100, 100) along dim 0, which cuts blocks")
+        assert text.startswith("linear: `weight` is a shard of sizes (100, 100) along dim 0, which splits blocks")
 
 
 @needs_groups

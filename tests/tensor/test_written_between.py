@@ -1,4 +1,4 @@
-"""A quantized parameter that is written to between forward and backward: PyTorch says so, eager and compiled."""
+"""A weight or an input that is written to between forward and backward: PyTorch says so, eager and compiled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def multiply(tensors):
         [each.mul_(3.0) for each in tensors]
 
 
-def copy_codes(model):
+def copy_codes(model, x):
     source = converted(plain())
     multiply(source.parameters())
     with torch.no_grad():
@@ -43,10 +43,10 @@ def copy_codes(model):
 
 
 def stepped(kind, **options):
-    return lambda model: kind(model.parameters(), lr=0.5, **options).step()
+    return lambda model, x: kind(model.parameters(), lr=0.5, **options).step()
 
 
-def masters_stepped(model):
+def masters_stepped(model, x):
     f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.5).step()
 
 
@@ -54,16 +54,16 @@ WRITERS = {
     "optimizer, loop": stepped(torch.optim.SGD, foreach=False),
     "optimizer, foreach": stepped(torch.optim.SGD, foreach=True),
     "optimizer, fused": stepped(torch.optim.AdamW, fused=True),
-    "optimizer, compiled": lambda model: torch.compile(
+    "optimizer, compiled": lambda model, x: torch.compile(
         torch.optim.AdamW(model.parameters(), lr=0.5).step, backend="aot_eager"
     )(),
     "MasterWeights": masters_stepped,
-    "a view": lambda model: multiply([each.detach() for each in model.parameters()]),
-    ".data": lambda model: multiply([each.data for each in model.parameters()]),
-    "rows of a view": lambda model: multiply([each.detach().view(64, 64) for each in model.parameters()]),
+    "a view": lambda model, x: multiply([each.detach() for each in model.parameters()]),
+    ".data": lambda model, x: multiply([each.data for each in model.parameters()]),
+    "rows of a view": lambda model, x: multiply([each.detach().view(64, 64) for each in model.parameters()]),
     "codes": copy_codes,
-    "state dict of values": lambda model: model.load_state_dict(plain().state_dict()),
-    "state dict of codes": lambda model: model.load_state_dict(other_state()),
+    "state dict of values": lambda model, x: model.load_state_dict(plain().state_dict()),
+    "state dict of codes": lambda model, x: model.load_state_dict(other_state()),
 }
 
 
@@ -73,7 +73,7 @@ def raises(model, write, *, compiled):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
     call(x).float().sum().backward()  # gives optimizers their gradients
     y = call(x)
-    write(model)
+    write(model, x)
     try:
         y.float().sum().backward()
     except RuntimeError as error:
@@ -87,6 +87,16 @@ def test_backward_notices_a_write(name, compiled):
     assert raises(converted(plain()), WRITERS[name], compiled=compiled)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("target", ["weight", "input"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["values", "FP8 parameters"])
+def test_backward_notices_a_write_to_a_weight_or_an_input(recipe, quantized, target, compiled):
+    model = f8.convert(plain(), f8.recipes.by_name(recipe), filter="*", quantized_parameters=quantized)
+    write = (lambda model, x: multiply(model.parameters())) if target == "weight" else lambda model, x: multiply([x])
+    assert raises(model, write, compiled=compiled)
+
+
 def noticed_under_tensor_parallelism():
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
     found = {}
@@ -95,7 +105,7 @@ def noticed_under_tensor_parallelism():
             torch._dynamo.reset()
             model = converted(parallelize_module(plain(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}))
             same = model.state_dict()
-            write = WRITERS[name] if "state" not in name else lambda model, same=same: model.load_state_dict(same)
+            write = WRITERS[name] if "state" not in name else lambda model, x, same=same: model.load_state_dict(same)
             found[name, compiled] = raises(model, write, compiled=compiled)
     return found
 
@@ -109,7 +119,7 @@ def test_backward_notices_a_write_to_a_part():
 def broadcast_between():
     group = GROUPS["pair"]
     return [
-        raises(converted(plain()), lambda model: broadcast_parameters(model, group=group), compiled=compiled)
+        raises(converted(plain()), lambda model, x: broadcast_parameters(model, group=group), compiled=compiled)
         for compiled in (False, True)
     ]
 

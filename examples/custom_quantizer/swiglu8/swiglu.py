@@ -85,13 +85,15 @@ def quantized_swiglu(gate: Tensor, up: Tensor, quantizer: Quantizer) -> f8.Quant
 
 # ---------------------------------------------------------------------------------- SwiGLU and a linear layer
 
+FULL_TENSORS = None, [], [], f8.ops.UNSHARDED  # no groups, nothing known of the weight, no sharding
+
 
 def _linear_kernel(gate: Tensor, up: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return f8.ops.linear(_swiglu(gate, up).to(gate.dtype), weight, None, recipe)
+    return f8.ops.linear(_swiglu(gate, up).to(gate.dtype), weight, None, *FULL_TENSORS, recipe)
 
 
 def _linear_decompose(gate: Tensor, up: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    return f8.ops.linear(_swiglu(rounded(gate), rounded(up)).to(gate.dtype), weight, None, recipe)
+    return f8.ops.linear(_swiglu(rounded(gate), rounded(up)).to(gate.dtype), weight, None, *FULL_TENSORS, recipe)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -102,10 +104,11 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate, up, weight = ctx.saved_tensors
     y = _swiglu(gate, up).to(gate.dtype)
-    grad_y = f8.ops.grad_input(grad, weight, ctx.recipe).double()
+    grad_y = f8.ops.grad_input(grad, weight, *FULL_TENSORS, ctx.recipe).double()
     g, s = gate.double(), gate.double().sigmoid()
     grad_gate = (grad_y * up.double() * s * (1 + g * (1 - s))).to(gate.dtype)
-    return grad_gate, (grad_y * g * s).to(up.dtype), f8.ops.grad_weight(grad, y, ctx.recipe), None
+    grad_weight = f8.ops.grad_weight(grad, y, weight.dtype, *FULL_TENSORS, ctx.recipe)
+    return grad_gate, (grad_y * g * s).to(up.dtype), grad_weight, None
 
 
 def _linear_sharding(gate: Tensor, up: Tensor, weight: Tensor, recipe: Recipe) -> list[Split]:

@@ -59,7 +59,7 @@ def test_a_quantized_tensor_of_it_slices_transposes_and_pickles(assert_bits_equa
     again = pickle.loads(pickle.dumps(q))
     assert again.quantizer == Ceil8()
     assert_bits_equal(again.codes, q.codes)
-    with pytest.raises(TypeError, match="cuts blocks of 64"):
+    with pytest.raises(TypeError, match="splits blocks of 64"):
         q[:, 3:]
 
 

@@ -16,7 +16,7 @@ from fp8compile import _compat
 from fp8compile.cli.errors import UserError
 
 if TYPE_CHECKING:
-    from fp8compile.cli.explain.target import Target
+    from fp8compile.cli.target import Target
 
 __all__ = ["check_spread", "pretended_ranks"]
 
@@ -32,9 +32,12 @@ def pretended_ranks(size: int | None) -> Iterator[None]:
         yield
         return
     if size < 2:
-        raise UserError(f"--tp {size}: a model is cut over 2 ranks or more")
+        raise UserError(f"--tp {size}: tensor parallelism requires at least 2 ranks, for example --tp 2.")
     if dist.is_initialized():
-        raise UserError("--tp pretends ranks in a process on its own; this one is in a process group already")
+        raise UserError(
+            "--tp simulates ranks in one process, but a process group is already initialized. Remove the call of "
+            "init_process_group from the file of TARGET."
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -48,6 +51,6 @@ def check_spread(target: Target, size: int) -> None:
     """Raise a `UserError` if no parameter of the model is a DTensor: nothing is tensor-parallel then."""
     if not any(map(_compat.is_dtensor, target.model.parameters())):
         raise UserError(
-            f"--tp {size}: no parameter of {target.name} is a DTensor; apply the plan there, as for {size} ranks: "
-            f"parallelize_module(model, init_device_mesh('cpu', ({size},)), plan)"
+            f"--tp {size}: no parameter of {target.name} is a DTensor. Apply the plan in that function, as for {size} "
+            f"ranks: parallelize_module(model, init_device_mesh('cpu', ({size},)), plan)."
         )

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["memory_sections"]
 
 MOMENTS = (
-    "MB (10**6 bytes) that the program asks for, by the code that Inductor generates; nothing was run. The optimizer "
-    "is AdamW with moments in the parameters' dtype. Workspaces of libraries and gaps between tensors come on top."
+    "Memory that the program allocates, in MB (10**6 bytes), computed from the code that Inductor generates; "
+    "nothing was run. The optimizer is AdamW with states in the parameters' dtype. Workspaces of libraries and "
+    "gaps between tensors are not included."
 )
 KEPT = (
-    "What the forward of this model makes and saves. As codes: e4m3 with scales, in the blocks of the recipe beside "
-    "the tensor. Moved: MB that a step reads and writes more at least, if codes are kept instead."
+    "Tensors that the forward of this model computes and saves. In FP8: e4m3 with scales, in the blocks of the "
+    "recipe that is used next to the tensor. Moved: additional MB that a step reads and writes at least, if the "
+    "tensor is saved in FP8."
 )
 
 
@@ -39,14 +41,20 @@ def memory_sections(reports: dict[str, MemoryReport]) -> Iterator[Section]:
     first = next(iter(reports.values()))
     columns, *rows = moment_cells(reports)
     counted = dict.fromkeys(each.counted for each in reports.values() if each.counted)
-    lines = (MOMENTS, *(f"{each} are equal: generated 2, 3 and 4 at a time, then counted." for each in counted))
+    lines = (
+        MOMENTS,
+        *(
+            f"{each} are equal: code was generated for 2, 3 and 4 of them, and the rest were counted."
+            for each in counted
+        ),
+    )
     numbers = tuple(range(1, 1 + len(reports)))
     yield Section(
         title=f"memory of a training step, {first.device}", lines=lines, columns=columns, rows=rows, numbers=numbers
     )
     heads, *kept = kept_cells(first)
     yield Section(
-        title="kept for the backward", lines=(KEPT,), columns=tuple(map(str, heads)), rows=kept, numbers=KEPT_NUMBERS
+        title="saved for the backward", lines=(KEPT,), columns=tuple(map(str, heads)), rows=kept, numbers=KEPT_NUMBERS
     )
     if first.weight_codes:
         heads, *codes = codes_cells(first)

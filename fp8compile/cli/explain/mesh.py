@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fp8compile.cli.errors import Failed, UserError
-from fp8compile.cli.explain.target import found_at
 from fp8compile.cli.section import Section
+from fp8compile.cli.target import found_at
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
@@ -34,10 +34,13 @@ def sizes_of(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, equals, size = part.partition("=")
         if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0) or name in sizes:
-            raise UserError(f"--mesh {text!r}: write it as fsdp=8,ep=8, each name once, the outermost dim first")
+            raise UserError(
+                f"--mesh {text!r}: it must be a list of NAME=SIZE with different names, outermost dim first, such as "
+                "--mesh fsdp=8,ep=8."
+            )
         sizes[name] = int(size)
     if all(size == 1 for size in sizes.values()):
-        raise UserError(f"--mesh {text}: a mesh has 2 ranks or more")
+        raise UserError(f"--mesh {text}: a mesh must have at least 2 ranks, for example --mesh fsdp=8.")
     return sizes
 
 
@@ -48,14 +51,14 @@ def _builder(text: str) -> tuple[Callable[..., Any], int]:
     """
     function = found_at(text)
     if not callable(function):
-        raise UserError(f"{text} is a {type(function).__name__}; with --mesh it has to be {WANTED}")
+        raise UserError(f"{text} is a {type(function).__name__}; with --mesh it must be {WANTED}.")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise UserError(f"{text}: {error}; with --mesh it has to be {WANTED}") from error
+        raise UserError(f"{text}: {error}; with --mesh it must be {WANTED}.") from error
     taken = sum(each.default is each.empty for each in parameters)
     if taken not in (1, 2):
-        raise UserError(f"{text} takes {taken} arguments; with --mesh it has to be {WANTED}")
+        raise UserError(f"{text} has {taken} parameters without a default; with --mesh it must be {WANTED}.")
     return function, taken
 
 
@@ -63,7 +66,7 @@ def _checked(text: str, value: Any) -> tuple[Any, tuple[Any, ...]]:
     from torch import Tensor, nn
 
     if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], nn.Module)):
-        raise UserError(f"{text} gives a {type(value).__name__} that is not (model, args)")
+        raise UserError(f"{text} returned a {type(value).__name__}; with --mesh it must return (model, args).")
     model, args = value
     return model, (args,) if isinstance(args, Tensor) else tuple(args)
 
@@ -95,10 +98,12 @@ def explain_on_mesh(text: str, mesh: str, recipe: str | None, gpu: str) -> dict[
     with running(f"{text}: loading it"):
         function, taken = _builder(text)
     if taken == 1 and recipe is not None:
-        raise UserError(f"--recipe {recipe}: {text} takes no recipe, so it converts the model itself; leave it out")
+        raise UserError(
+            f"--recipe {recipe}: {text} has no parameter for a recipe, so it converts the model itself. Omit --recipe."
+        )
     if taken == 2 and recipe is None:
-        raise UserError(f"{text} takes a recipe; add --recipe rowwise, or another")
-    columns: dict[str, tuple[Any, ...]] = {"as TARGET makes it": ()}
+        raise UserError(f"{text} requires a recipe. Add --recipe rowwise, or another recipe.")
+    columns: dict[str, tuple[Any, ...]] = {"as TARGET returns it": ()}
     if taken == 2 and recipe is not None:
         with running(f"--recipe {recipe}"):
             columns = {recipe: (recipes.by_name(recipe),), "without FP8": (None,)}
@@ -134,20 +139,23 @@ def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
     ranks = " x ".join(f"{name} {size}" for name, size in first.mesh.items())
     rows = (
         ("graphs, forward and backward", *(str(one.graphs) for one in each)),
-        ("products, and those of codes", *(f"{len(one.products)}, {one.fp8_products}" for one in each)),
-        ("messages", *(str(len(one.messages)) for one in each)),
-        ("MB sent to others", *(f"{one.sent_bytes / 1e6:,.1f}" for one in each)),
-        ("MB kept for the backward", *(f"{one.kept_bytes / 1e6:,.1f}" for one in each)),
+        ("GEMMs, and those in FP8", *(f"{len(one.products)}, {one.fp8_products}" for one in each)),
+        ("collectives", *(str(len(one.messages)) for one in each)),
+        ("MB sent to other ranks", *(f"{one.sent_bytes / 1e6:,.1f}" for one in each)),
+        ("MB saved for the backward", *(f"{one.kept_bytes / 1e6:,.1f}" for one in each)),
         ("MB of parameters", *(f"{one.parameter_bytes / 1e6:,.1f}" for one in each)),
-        ("least ms of the products", *(f"{one.product_seconds * 1e3:.2f}" for one in each)),
-        ("least ms of the messages", *(f"{one.message_seconds * 1e3:.2f}" for one in each)),
+        ("minimum ms of the GEMMs", *(f"{one.product_seconds * 1e3:.2f}" for one in each)),
+        ("minimum ms of communication", *(f"{one.message_seconds * 1e3:.2f}" for one in each)),
     )
     sent = [
         (name, op, dtype, str(count), str(times), f"{size / 1e6:,.1f}")
         for name, one in found.items()
         for (op, dtype, count), (times, size) in one.sent.items()
     ]
-    bound = "by published peaks: bounds, no measurements; neither runs beside the other, and kernels are not in them"
+    bound = (
+        "from published peak rates: lower bounds, not measurements; GEMMs and communication do not overlap, and "
+        "other kernels are not included"
+    )
     return [
         Section(
             title=f"one rank of {ranks}, {first.gpu}",
@@ -159,7 +167,7 @@ def mesh_sections(found: dict[str, MeshExplanation]) -> list[Section]:
         ),
         Section(
             title="what it sends",
-            columns=("", "message", "dtype", "ranks", "times", "MB to others"),
+            columns=("", "collective", "dtype", "ranks", "times", "MB to others"),
             rows=tuple(sent),
             numbers=(3, 4, 5),
         ),

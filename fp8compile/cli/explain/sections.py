@@ -24,8 +24,8 @@ ALL_GEMMS = "all three"
 OPERATORS = 3  # in a cell that says what a kernel computes; JSON has them all
 # what the last word of a GEMM's formats means, where its blocks don't say it
 SCALES = {
-    "nvfp4": "nvfp4: 1x16 e4m3 x fp32, that is a scale in e4m3 for 16 codes, times one in float32 for the tensor.",
-    "mxfp8": "mxfp8: 1x32 e8m0, that is a power of two for 32 codes.",
+    "nvfp4": "nvfp4: 1x16 e4m3 x fp32: an e4m3 scale for each 16 values, times a float32 scale for the tensor.",
+    "mxfp8": "mxfp8: 1x32 e8m0: a power-of-two scale for each 32 values.",
 }
 LAYER_COLUMNS = ("layer", "out x in", "recipe", "GEMMs", "really run in")
 
@@ -68,9 +68,9 @@ def _layers(found: Explanation) -> Section:
         rows += [(name, size, recipe, *gemms[0]), *(("", "", "", *rest) for rest in gemms[1:])]
         loud |= set(range(begin, len(rows))) if is_loud else set()
     runs = {gemm.runs.rpartition(" ")[2] for layer in found.layers for gemm in layer.gemms}
-    line = "FP8 formats are those of the two operands in the graphs; a dtype alone means high precision."
+    line = "FP8 formats are those of the two operands in the graphs; a single dtype means high precision."
     return Section(
-        title="linears, and what their GEMMs really run in",
+        title="linear layers, and what their GEMMs really run in",
         lines=(line, *(scales for kind, scales in SCALES.items() if kind in runs)),
         columns=LAYER_COLUMNS,
         rows=tuple(rows),
@@ -81,8 +81,8 @@ def _layers(found: Explanation) -> Section:
 def _sends(sent: Sends) -> Section:
     columns, *rows = sent.cells()
     line = (
-        'One forward and backward of one rank, by the plan\'s placements; "plan": what a style of it moves around the '
-        "layer. In compiled code, layers that read one tensor may share what they send."
+        'One forward and backward of one rank, according to the plan\'s placements; "plan" is what a style of the '
+        "plan sends around the layer. In compiled code, layers that read the same tensor may share this communication."
     )
     return Section(title="what layers send", lines=(line,), columns=columns, rows=tuple(rows), numbers=NUMBERS)
 
@@ -96,11 +96,12 @@ def _small(found: Explanation) -> Section:
     )
     if not rows:
         return Section(
-            title="small layers", lines=("none: with enough tokens each layer in FP8 gains by the GPU's peaks",)
+            title="small layers",
+            lines=("none: with enough tokens, each FP8 layer is faster according to the GPU's peak rates",),
         )
     line = (
-        "By the GPU's peaks the casts of these layers cost more than their GEMMs gain; where the weights lie on the "
-        "GPU, the default filter of convert leaves them in high precision."
+        "According to the GPU's peak rates, the casts of these layers cost more than their GEMMs gain. If the "
+        "weights are on the GPU, the default filter of convert leaves these layers in high precision."
     )
     columns = ("layer", "out x in", "K N / (K + N)", "FP8 gains from")
     return Section(title="small layers", lines=(line,), columns=columns, rows=rows, numbers=(2, 3))
@@ -124,7 +125,9 @@ def _padding(found: Explanation) -> Section:
         if _padded(gemm)
     )
     if not rows:
-        return Section(title="padding", lines=("no FP8 GEMM is padded: sums and columns are what it takes",))
+        return Section(
+            title="padding", lines=("no FP8 GEMM is padded: all sizes are multiples of what the GEMM requires",)
+        )
     columns = ("layer", "GEMM", "m x k x n", "padded to", "more flops")
     return Section(title="padding", columns=columns, rows=rows, numbers=(4,))
 
@@ -150,13 +153,15 @@ def _launches(gpu: GpuExplanation) -> Section:
             direction = "backward" if cost.backward else "forward"
             numbers = (cost.kernels, cost.gemms, cost.fp8_gemms, cost.opaque)
             rows.append((name, direction, *map(str, numbers), f"{cost.bytes:,}"))
-    lines: tuple[str, ...] = ("From the code that Inductor generates; nothing was launched.",)
+    lines: tuple[str, ...] = ("From the code that Inductor generates; nothing was run.",)
     if gpu.gemms:
         lines += (f"GEMMs of converted layers: {', '.join(f'{name} ({count})' for name, count in gpu.gemms)}.",)
     if gpu.counted:
-        lines += (f"{gpu.counted} are equal by their graphs: generated 2, 3 and 4 at a time, then counted.",)
+        lines += (
+            f"{gpu.counted} have equal graphs: code was generated for 2, 3 and 4 of them, and the rest were counted.",
+        )
     if gpu.bf16_problem:
-        lines += (f"No unconverted model beside it: {gpu.bf16_problem}",)
+        lines += (f"No comparison with the unconverted model: {gpu.bf16_problem}",)
     columns = ("model", "graph", "kernels", "GEMMs", "FP8 or FP4", "other", "bytes moved")
     right = tuple(range(2, len(columns)))
     return Section(title=f"launches on {gpu.gpu}", lines=lines, columns=columns, rows=rows, numbers=right)
@@ -165,19 +170,19 @@ def _launches(gpu: GpuExplanation) -> Section:
 def _roofline(bound: Roofline, gpu: GpuExplanation | None) -> Section:
     peaks = next(peaks for peaks in PEAKS.values() if peaks.name == bound.gpu)
     lines: tuple[str, ...] = (
-        "A bound from published peaks, not a measurement: no kernel is faster, every real one is slower. GEMMs of "
-        "linears and their casts only; the ratio of two bounds is no speed-up.",
+        "Lower bounds from published peak rates, not measurements: every real kernel is slower. Only GEMMs of "
+        "linear layers and their casts are included; the ratio of two lower bounds is not a speed-up.",
         f"Peaks: {peaks}.",
     )
     if gpu is not None and peaks.mx is None and "scaled_by_mx" in dict(gpu.gemms):
-        lines += ("by_mx=True gains nothing on this GPU: by its peaks MX has the rate of plain FP8.",)
+        lines += ("by_mx=True has no benefit on this GPU, because MX and plain FP8 have the same peak rate.",)
     rows = (
         ("GEMMs", f"{bound.gemm_seconds * 1e6:.3f}", f"{bound.bf16_seconds * 1e6:.3f}"),
         ("casts", f"{bound.cast_seconds * 1e6:.3f}", "-"),
         ("together", f"{bound.seconds * 1e6:.3f}", f"{bound.bf16_seconds * 1e6:.3f}"),
         ("bf16 / this model", f"{bound.ratio:.2f}", "1.00"),
     )
-    columns = ("least time of a step (us)", "this model", "all in bf16")
+    columns = ("minimum time of a step (us)", "this model", "all in bf16")
     return Section(title=f"roofline of {bound.gpu}", lines=lines, columns=columns, rows=rows, numbers=(1, 2))
 
 
@@ -186,7 +191,7 @@ def graph_sections(found: Explanation) -> Iterator[Section]:
 
     The explanation need not contain code for a GPU yet.
     """
-    answer = (found.verdict, *filter(None, [found.gain]))
+    answer = (found.verdict, *filter(None, [found.gain, found.experts]))
     lines = (*answer, *(f"FELL BACK: {line}" for line in found.fell_back))
     yield Section(title="is this really running in FP8?", lines=lines, loud=frozenset(range(len(answer), len(lines))))
     yield _layers(found)

@@ -17,24 +17,24 @@ from fp8compile.cli.gpu_flag_choices import GPUS
 from fp8compile.cli.user_code import running
 
 if TYPE_CHECKING:
-    from fp8compile.cli.explain.target import Target
+    from fp8compile.cli.target import Target
     from fp8compile.testing.explain import Explanation
     from fp8compile.testing.memory import MemoryReport
 
 __all__ = ["add_parser"]
 
 DESCRIPTION = """
-Is this really running in FP8? Compile a model, read its graphs, and say of each linear in what its three GEMMs run,
-what is padded, which casts share a kernel, and what a GPU's peaks allow.
+Is this really running in FP8? Compiles a model, inspects its graphs, and shows for each linear layer the dtypes of its
+three GEMMs, padding, fused casts, and the roofline of a GPU.
 """
 EXIT_CODES = """
-exit code: 0 if the answer is YES; 1 if it is not: a converted layer fell back, nothing proves that it didn't, or none
-runs in FP8, as in a model that nobody converted; 2 if there is no answer: TARGET raises, calls sys.exit or os._exit,
-or is no model; 130 stopped by Ctrl-C
+exit code: 0 if the answer is YES; 1 if a converted layer fell back, if this can't be ruled out, or if no layer runs in
+FP8 (for example, because the model was not converted); 2 if there is no answer because TARGET raises an error, calls
+sys.exit or os._exit, or is not a model; 130 if stopped by Ctrl-C
 """
 TARGET = """
-package.module:name or FILE.py:name, a function that returns (model, args) or (model, args, kwargs), or a module (or
-its class) with a method example_inputs(); FILE.py alone looks for model_and_inputs, then example
+package.module:name or FILE.py:name: a function that returns (model, args) or (model, args, kwargs), or a module (or
+its class) with a method example_inputs(). FILE.py alone uses model_and_inputs, or else example
 """
 COMPILING = "compiling the model and running it"
 log: logging.Logger = logging.getLogger(__name__)
@@ -43,42 +43,44 @@ log: logging.Logger = logging.getLogger(__name__)
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``explain`` to the argument parser."""
     parser = subparsers.add_parser(
-        "explain", help="say what of a model really runs in FP8", description=DESCRIPTION, epilog=EXIT_CODES,
+        "explain", help="show which parts of a model really run in FP8", description=DESCRIPTION, epilog=EXIT_CODES,
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("target", metavar="TARGET", help=TARGET)
-    names = f"{', '.join(recipes.names())}, or an installed package's"
-    recipe = f"convert the model by this recipe, in place of its own: {names}; or the text of a call"
+    names = f"{', '.join(recipes.names())}, or the recipe of an installed package"
+    recipe = f"convert the model with this recipe instead of its own: {names}; or a call such as 'rowwise(by_mx=True)'"
     parser.add_argument("--recipe", metavar="NAME", help=recipe)
-    parser.add_argument("--experts", metavar="NAME", help="with --recipe: another recipe for modules called experts")
+    parser.add_argument(
+        "--experts", metavar="NAME", help="with --recipe: a different recipe for modules named experts"
+    )
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="generate code for this GPU (default h200)")
-    parser.add_argument("--no-gpu", action="store_true", help="leave out generated code and least times")
+    parser.add_argument("--no-gpu", action="store_true", help="omit generated code and minimum times")
     parser.add_argument(
         "--memory",
         action="store_true",
-        help="add what a training step holds in memory, beside the model without FP8; takes minutes more",
+        help="add the memory of a training step, compared with the model without FP8; takes several more minutes",
     )
     parser.add_argument(
         "--tp",
         type=int,
         metavar="N",
-        help="pretend to be one of N ranks: TARGET applies a plan, and none is started",
+        help="simulate one of N tensor parallel ranks in this process; TARGET applies the plan",
     )
     parser.add_argument(
         "--mesh",
         metavar="NAME=N,...",
-        help="pretend to be one rank of a mesh, such as fsdp=8,ep=8, the outermost dim first: TARGET is a function of "
+        help="simulate one rank of a mesh, such as fsdp=8,ep=8, with the outermost dim first. TARGET is a function of "
         "the mesh, or of the mesh and a recipe (None: without FP8), that returns (model, args)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--html", metavar="FILE", help="write a page as well")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page")
     parser.set_defaults(run=_run)
 
 
 def _convert(model: Any, name: str, experts: str | None) -> None:
     from fp8compile import convert, revert
 
-    log.info("converting it by %s", name)
+    log.info("converting it with %s", name)
     with running(f"--recipe {name}: converting the model"):  # a recipe may come from another package
         try:
             recipe = recipes.by_name(name)
@@ -102,7 +104,7 @@ def _check_writable(path: Path) -> None:
 def _target(parsed: argparse.Namespace) -> Target:
     """Load the model and inputs that the flags name; the user's code prints to standard error."""
     from fp8compile.cli.explain.fake_ranks import check_spread
-    from fp8compile.cli.explain.target import load_target
+    from fp8compile.cli.target import load_target
 
     with contextlib.redirect_stdout(sys.stderr):
         log.info("loading %s", parsed.target)
@@ -119,7 +121,7 @@ def _steps(parsed: argparse.Namespace, target: Target) -> Generator[Explanation,
     from fp8compile.testing.explain import explain_in_steps
 
     with contextlib.redirect_stdout(sys.stderr):
-        log.info("calling it once, with tensors that have no values")
+        log.info("calling it once, with fake tensors")
         values = target.try_out()
     gpu = None if parsed.no_gpu else parsed.gpu
     steps = explain_in_steps(target.model, target.args, target.kwargs, gpu=gpu, values=values)
@@ -146,10 +148,13 @@ def _memory(parsed: argparse.Namespace, target: Target) -> dict[str, MemoryRepor
 
 def _check_flags(parsed: argparse.Namespace) -> None:
     if parsed.experts is not None and (parsed.recipe is None or parsed.mesh is not None):
-        raise UserError("--experts goes with --recipe, and not with --mesh; there TARGET converts the model")
+        raise UserError(
+            "--experts requires --recipe, and is not supported with --mesh, because TARGET then converts the model. "
+            "Add --recipe and omit --mesh, or omit --experts."
+        )
     for flag, given in (("--tp", parsed.tp), ("--no-gpu", parsed.no_gpu), ("--html", parsed.html)):
         if parsed.memory and given:
-            raise UserError(f"--memory doesn't go with {flag}; leave one of them out")
+            raise UserError(f"--memory can't be combined with {flag}")
 
 
 def _check(found: Explanation) -> None:
@@ -169,7 +174,7 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
         ("--memory", parsed.memory),
     ):
         if given:
-            raise UserError(f"--mesh doesn't go with {flag}; leave one of them out")
+            raise UserError(f"--mesh can't be combined with {flag}")
     with contextlib.redirect_stdout(sys.stderr):
         found = mesh.explain_on_mesh(parsed.target, parsed.mesh, parsed.recipe, parsed.gpu)
     if parsed.json:

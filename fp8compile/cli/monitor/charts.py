@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,14 @@ from typing import Any
 from fp8compile.cli.errors import UserError
 from fp8compile.cli.monitor.readings import Readings
 
-__all__ = ["Chart", "charts", "png_of", "svg_of"]
+__all__ = ["Chart", "ColorScale", "charts", "png_of", "svg_of"]
 
 INK = "#0a0b0c"  # stands for the color of the page's text in an SVG
 WIDTH = 7.0  # inches
 ROW = 0.16  # inches of a layer in a heat map
 MOST_ROWS = 120  # more layers than this get thinner rows
 LONGEST = 46  # characters of a layer's name
+TITLE = 60  # characters of a line of a panel's title
 
 Rows = dict[str, Any]  # by layer
 
@@ -30,6 +32,23 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
+class ColorScale:
+    """What the colors of a heat map mean.
+
+    Attributes:
+        norm: matplotlib's norm, from values to [0, 1].
+        cmap: matplotlib's color map, from [0, 1] to colors.
+        label: What the values are.
+        ticks: Values with their texts.
+    """
+
+    norm: Any
+    cmap: Any
+    label: str
+    ticks: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True)
 class Chart:
     """A matplotlib figure with a title and a caption.
 
@@ -38,12 +57,15 @@ class Chart:
         title: The title.
         caption: What the figure shows, in a sentence or two.
         figure: The matplotlib figure.
+        scale: What its colors mean, if it is a heat map. The page shows the scale next to the figure; a PNG has it
+            inside.
     """
 
     name: str
     title: str
     caption: str
     figure: Any
+    scale: ColorScale | None = None
 
 
 def _matplotlib() -> Any:
@@ -51,7 +73,7 @@ def _matplotlib() -> Any:
         import matplotlib as found
         import matplotlib.figure  # for `matplotlib.figure`, which the package does not import by itself
     except ImportError as error:
-        raise UserError("drawing needs matplotlib, which is not installed: pip install matplotlib") from error
+        raise UserError("drawing requires matplotlib, which is not installed. Run pip install matplotlib.") from error
     assert matplotlib.figure
     return found
 
@@ -63,6 +85,10 @@ def _figure(rows: int, panels: int, extra: float = 0.0) -> Any:
 
 def _short(name: str) -> str:
     return name if len(name) <= LONGEST else f"...{name[3 - LONGEST :]}"
+
+
+def _title(axes: Any, operands: str, pad: float = 6) -> None:
+    axes.set_title("\n".join(textwrap.wrap(operands, TITLE)), fontsize=9, loc="left", pad=pad)
 
 
 def _label_rows(axes: Any, names: Sequence[str]) -> None:
@@ -99,72 +125,80 @@ def _panels(readings: Readings, statistic: str, rows_of: Callable[[str, str], Ro
     return panels
 
 
-def _color_bar(figure: Any, drawn: Any, all_axes: Any, label: str) -> None:
-    height = figure.get_size_inches()[1]  # sizes of a color bar are parts of it
-    bar = figure.colorbar(
-        drawn, ax=list(all_axes), location="top", fraction=0.12 / height, pad=0.1 / height, aspect=40
-    )
-    bar.set_label(label, fontsize=8)
-    bar.ax.tick_params(labelsize=7)
+def _colors(name: str) -> Any:
+    return _matplotlib().colormaps[name].with_extremes(bad=(0.5, 0.5, 0.5, 0.35))
 
 
-def _heat_map(readings: Readings, statistic: str, norm: Callable[[list[Any]], Any], cmap: str) -> Any:
+def _heat_map(readings: Readings, statistic: str) -> tuple[Any, ColorScale]:
     panels = _panels(readings, statistic, readings.rows)
-    longest = max(map(len, panels.values()))
-    figure = _figure(longest, len(panels))
     grids = {operand: _grid(rows) for operand, rows in panels.items()}
-    scale = norm(list(grids.values()))
+    scale = HEAT_MAPS[statistic].scale(list(grids.values()))
+    figure = _figure(max(map(len, panels.values())), len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    colors = _matplotlib().colormaps[cmap].with_extremes(bad=(0.5, 0.5, 0.5, 0.35))
-    drawn = None
     for axes, (operand, grid) in zip(all_axes, grids.items(), strict=True):
-        drawn = axes.imshow(scale.shown(grid), aspect="auto", interpolation="nearest", cmap=colors, norm=scale.norm)
-        axes.set_title(operand, fontsize=9, loc="left")
+        values = grid.clip(scale.norm.vmin, scale.norm.vmax)  # 0 has no logarithm, and a ratio may be infinite
+        axes.imshow(values, aspect="auto", interpolation="nearest", cmap=scale.cmap, norm=scale.norm)
+        _title(axes, operand)
         _label_rows(axes, list(panels[operand]))
         _label_steps(axes, readings.steps)
     all_axes[-1].set_xlabel("step", fontsize=8)
-    _color_bar(figure, drawn, all_axes, scale.label)
-    return figure
+    return figure, scale
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """Color scale of a heat map: matplotlib's norm, a function that maps numbers to drawable ones, and a label."""
-
-    norm: Any
-    shown: Callable[[Any], Any]
-    label: str
-
-
-def _shares(grids: list[Any]) -> _Scale:
-    """Return a logarithmic color scale for shares of elements; 0 gets the color of the scale's lower end."""
-    import numpy
+def _log_scale(least: float, most: float, cmap: str, label: str) -> ColorScale:
+    """Return a logarithmic scale with a tick at each power of ten, or at a few of them."""
     from matplotlib.colors import LogNorm
+
+    decades = range(round(math.log10(least)), math.floor(math.log10(most) + 1e-9) + 1)
+    shown = [10.0**each for each in decades[:: -(-len(decades) // 4)]]
+    if most > 2 * shown[-1]:  # else the labels would overlap
+        shown.append(most)
+    ticks = tuple((each, f"{'≤ ' if each == least else ''}{100 * each:.3g}%") for each in shown)
+    return ColorScale(LogNorm(least, most), _colors(cmap), label, ticks)
+
+
+def _fractions(grids: list[Any]) -> ColorScale:
+    """Return a logarithmic scale for fractions of elements; 0 gets the color of the scale's lower end."""
+    import numpy
 
     positive = numpy.concatenate([grid[numpy.isfinite(grid) & (grid > 0)] for grid in grids])
     least = max(1e-8, float(positive.min())) if positive.size else 1e-6
-    least = 10 ** math.floor(math.log10(least))
+    least = 10.0 ** math.floor(math.log10(least))
     most = max(10 * least, float(positive.max()) if positive.size else 0.0)
-    return _Scale(LogNorm(least, min(1.0, most)), lambda grid: numpy.where(grid == 0, least, grid), "share")
+    return _log_scale(least, min(1.0, most), "plasma", "fraction of elements")
 
 
-def _decibels(grids: list[Any]) -> _Scale:
-    """Return a linear color scale for decibels; an infinite ratio is drawn like the largest finite one."""
+def _decibels(grids: list[Any]) -> ColorScale:
+    """Return a linear scale for decibels; an infinite ratio is drawn like the largest finite one."""
     import numpy
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
     finite = numpy.concatenate([grid[numpy.isfinite(grid)] for grid in grids])
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     high = high if high > low else low + 1
-    return _Scale(Normalize(low, high), lambda grid: numpy.where(numpy.isposinf(grid), high, grid), "dB")
+    ticks = tuple((each, f"{each:g}") for each in MaxNLocator(4).tick_values(low, high) if low <= each <= high)
+    return ColorScale(Normalize(low, high), _colors("viridis"), "dB", ticks)
+
+
+@dataclass(frozen=True)
+class _HeatMap:
+    title: str
+    caption: str
+    scale: Callable[[list[Any]], ColorScale]
 
 
 HEAT_MAPS = {
-    "underflow": (_shares, "inferno", "Share of elements that are not zero and get the code zero; black: hardly any."),
-    "saturation": (_shares, "inferno", "Share of elements that are too large for the codes; black: hardly any."),
-    "sqnr": (_decibels, "viridis", "Signal-to-noise ratio of the codes in dB; 6 dB are one bit, and less is worse."),
+    "underflow": _HeatMap(
+        "Underflow", "Fraction of elements that are not zero and become zero when quantized.", _fractions
+    ),
+    "saturation": _HeatMap("Saturation", "Fraction of elements that are too large for the format.", _fractions),
+    "sqnr": _HeatMap(
+        "Signal-to-noise ratio",
+        "Of the quantized values. 6 dB are one bit; lower is worse.",
+        _decibels,
+    ),
 }
-TITLES = {"underflow": "Underflow", "saturation": "Saturation", "sqnr": "Signal to noise"}
 
 
 # ---------------------------------------------------------------------------------- curves and exponents
@@ -179,10 +213,17 @@ def _losses(readings: Readings) -> Any:
         axes.set_title(name, fontsize=9, loc="left")
         axes.grid(alpha=0.3)
         axes.tick_params(labelsize=7)
+        _whole_numbers(axes)
         for step in _bad_steps(readings):
             axes.axvline(step, color="C3", linewidth=1, linestyle="--")
     axes.set_xlabel("step", fontsize=8)
     return figure
+
+
+def _whole_numbers(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _bad_steps(readings: Readings) -> list[int]:
@@ -206,36 +247,34 @@ def _ranges(readings: Readings) -> Any:
             )  # fmt: skip
         axes.set_xlim(0, max([*widths, 34]) * 1.03)
         axes.invert_yaxis()
-        axes.set_title(operand, fontsize=9, loc="left", pad=12)
+        _title(axes, operand, pad=12)
         _label_rows(axes, list(rows))
         axes.tick_params(axis="x", labelsize=7)
     axes.set_xlabel("powers of two below the largest magnitude", fontsize=8)
     return figure
 
 
-def _exponents(readings: Readings) -> Any:
-    """Draw how often each exponent field occurs in the codes, as a share of all codes."""
+def _exponents(readings: Readings) -> tuple[Any, ColorScale]:
+    """Draw how often each exponent occurs in the quantized values, as a fraction of all values."""
     import numpy
-    from matplotlib.colors import LogNorm
 
     panels = _panels(readings, "exponents", readings.last)
     figure = _figure(max(map(len, panels.values())), len(panels))
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    drawn = None
-    colors = _matplotlib().colormaps["viridis"].with_extremes(bad=(0.5, 0.5, 0.5, 0.2))
+    scale = _log_scale(1e-6, 1.0, "viridis", "fraction of elements")
     for axes, (operand, rows) in zip(all_axes, panels.items(), strict=True):
         longest = max(map(len, rows.values()))
         grid = numpy.array([[*row, *[0.0] * (longest - len(row))] for row in rows.values()])
         used = max(1, int(numpy.flatnonzero(grid.any(0)).max(initial=0)) + 1)
-        shares = grid[:, :used] / numpy.maximum(grid.sum(1, keepdims=True), 1)
-        shares[shares == 0] = math.nan
-        drawn = axes.imshow(shares, aspect="auto", interpolation="nearest", cmap=colors, norm=LogNorm(1e-6, 1))
-        axes.set_title(operand, fontsize=9, loc="left")
+        fractions = grid[:, :used] / numpy.maximum(grid.sum(1, keepdims=True), 1)
+        fractions[fractions == 0] = math.nan
+        axes.imshow(fractions, aspect="auto", interpolation="nearest", cmap=scale.cmap, norm=scale.norm)
+        _title(axes, operand)
         _label_rows(axes, list(rows))
+        _whole_numbers(axes)
         axes.tick_params(axis="x", labelsize=7)
-    axes.set_xlabel("exponent field of the codes; 0 has zero and the subnormal ones", fontsize=8)
-    _color_bar(figure, drawn, all_axes, "share of codes")
-    return figure
+    axes.set_xlabel("exponent bits as a number; 0: zero and subnormal numbers", fontsize=8)
+    return figure, scale
 
 
 # ---------------------------------------------------------------------------------- all of them
@@ -245,29 +284,46 @@ def charts(readings: Readings) -> Iterator[Chart]:
     """Yield charts of curves, underflow, saturation, sqnr, range and exponents: those that the readings contain."""
     if readings.curves:
         marked = " Dashed lines: steps with NaN or infinite elements." if _bad_steps(readings) else ""
-        yield Chart("curves", "Curves", f"The other numbers of the readings.{marked}", _losses(readings))
-    for statistic, (norm, cmap, caption) in HEAT_MAPS.items():
+        yield Chart("curves", "Curves", f"{', '.join(readings.curves)} over the steps.{marked}", _losses(readings))
+    for statistic, kind in HEAT_MAPS.items():
         if readings.operands(statistic):
-            figure = _heat_map(readings, statistic, norm, cmap)
-            yield Chart(statistic, TITLES[statistic], f"{caption} Gray: not read.", figure)
+            yield Chart(statistic, kind.title, f"{kind.caption} Gray: not read.", *_heat_map(readings, statistic))
     if readings.operands("range"):
         caption = (
-            "From the largest magnitude (left) to the smallest that is not zero, at the last reading. What reaches "
-            "beyond a format's line underflows there, if the scale maps the largest magnitude to the largest code."
+            "Powers of two between the largest and the smallest nonzero magnitude, at the last reading. Elements "
+            "beyond a format's line underflow if the scale maps the largest magnitude to the format's largest value."
         )
         yield Chart("ranges", "Ranges", caption, _ranges(readings))
     if readings.operands("exponents"):
-        caption = "Where the codes lie in their format, at the last reading. Gray: none."
-        yield Chart("exponents", "Exponents", caption, _exponents(readings))
+        caption = "Exponents of the quantized values, at the last reading. Gray: does not occur."
+        yield Chart("exponents", "Exponents", caption, *_exponents(readings))
+
+
+def _color_bar(figure: Any, scale: ColorScale) -> Any:
+    from matplotlib.cm import ScalarMappable
+
+    height = figure.get_size_inches()[1]  # sizes of a color bar are parts of it
+    bar = figure.colorbar(
+        ScalarMappable(scale.norm, scale.cmap), ax=figure.axes, location="top", fraction=0.12 / height,
+        pad=0.1 / height, aspect=40,
+    )  # fmt: skip
+    bar.set_ticks([value for value, _ in scale.ticks], labels=[text for _, text in scale.ticks])
+    bar.minorticks_off()
+    bar.set_label(scale.label, fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    return bar
 
 
 def png_of(chart: Chart) -> bytes:
-    """Render a chart as a PNG with a white background."""
+    """Render a chart as a PNG with a white background and its color scale."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
     FigureCanvasAgg(chart.figure)
+    bar = _color_bar(chart.figure, chart.scale) if chart.scale is not None else None
     chart.figure.savefig(buffer, format="png", dpi=150, facecolor="white")
+    if bar is not None:
+        bar.remove()
     return buffer.getvalue()
 
 
@@ -287,7 +343,7 @@ def _inked(figure: Any) -> None:
 
 
 def svg_of(chart: Chart) -> str:
-    """Render a chart as an SVG element with transparent background, in the page's text color."""
+    """Render a chart as an SVG element with transparent background, in the page's text color, without color scale."""
     library = _matplotlib()
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 

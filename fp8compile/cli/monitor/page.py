@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from fp8compile.cli.html import document, section_html
-from fp8compile.cli.monitor.charts import Chart, svg_of
+from fp8compile.cli.monitor.charts import Chart, ColorScale, svg_of
 from fp8compile.cli.section import Section
 
 __all__ = ["page"]
@@ -31,18 +31,45 @@ th { background: var(--head); }
 .loud, .loud td { background: var(--loud-back); color: var(--loud); font-weight: 600; }
 figure { margin: 0; }
 figcaption { color: var(--quiet); font-size: .9rem; margin-bottom: .5rem; }
-/* on a phone tables and charts keep a size at which they can be read, and scroll */
-svg { min-width: 34rem; }
-@media (max-width: 40rem) { td { white-space: nowrap; } }
-svg { width: 100%; height: auto; }
+/* the colors' meaning stays in sight while a chart scrolls, in both directions */
+.scale { position: sticky; top: 0; padding: .4rem 0 1.6rem; background: var(--page); font-size: .85rem; }
+.colors { height: .8rem; border: 1px solid var(--line); }
+.ticks { position: relative; }
+.ticks span { position: absolute; white-space: nowrap; }
+/* on a phone charts keep a size at which they can be read, and scroll; cells of a table are lines */
+svg { width: 100%; min-width: 42rem; height: auto; }
+@media (max-width: 40rem) {
+  table, tbody, tr, td { display: block; }
+  tr { border: 1px solid var(--line); margin-bottom: .5rem; padding: .2rem .6rem; }
+  tr:has(th) { display: none; }
+  td { border: 0; padding: 0; overflow-wrap: anywhere; }
+}
 footer { margin: 2rem 0; color: var(--quiet); font-size: .85rem; }
 """
 
 
+def _tick(place: float, text: str) -> str:
+    """Return a tick's label, moved to the left by the part of its width that its place is of the scale."""
+    style = f"left: {place:.1%}; transform: translateX(-{place:.1%})"
+    return f'<span style="{style}">{escape(text)}</span>'
+
+
+def _scale_html(scale: ColorScale) -> str:
+    from matplotlib.colors import to_hex
+
+    colors = ", ".join(to_hex(scale.cmap(each / 16)) for each in range(17))
+    ticks = "".join(_tick(float(scale.norm(value)), text) for value, text in scale.ticks)
+    return (
+        f'<div class="scale">{escape(scale.label)}\n<div class="colors" '
+        f'style="background: linear-gradient(to right, {colors})"></div>\n<div class="ticks">{ticks}</div>\n</div>\n'
+    )
+
+
 def _figure(chart: Chart) -> str:
+    scale = _scale_html(chart.scale) if chart.scale is not None else ""
     return (
         f"<section>\n<h2>{escape(chart.title)}</h2>\n<figure>\n<figcaption>{escape(chart.caption)}</figcaption>\n"
-        f'<div class="scroll">\n{svg_of(chart)}</div>\n</figure>\n</section>'
+        f'{scale}<div class="scroll">\n{svg_of(chart)}</div>\n</figure>\n</section>'
     )
 
 

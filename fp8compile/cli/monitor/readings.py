@@ -76,8 +76,14 @@ def _file(run: Path) -> Path:
         if len(found) == 1:
             return found[0]
         if found:
-            raise UserError(f"{run} has {len(found)} files that end in .jsonl; name the one with readings")
-    raise UserError(f"{run} has no monitor.jsonl; write one line a reading, as docs/monitor.md says")
+            raise UserError(
+                f"{run} has {len(found)} files that end in .jsonl. Pass the file with the readings instead of the "
+                "folder."
+            )
+    raise UserError(
+        f"{run} has no monitor.jsonl. During training, write each reading of fp8compile.Monitor to it as one line of "
+        "JSON, see docs/monitor.md."
+    )
 
 
 def _lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -91,10 +97,10 @@ def _lines(file: Path) -> tuple[list[dict[str, Any]], list[str]]:
             reading = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):  # a run that is going on, or was killed
-                return found, ["The last line is not complete and was left out."]
+                return found, ["The last line is incomplete and was skipped."]
             raise UserError(f"{file}, line {number}: not JSON: {error}") from error
         if not isinstance(reading, dict):
-            raise UserError(f"{file}, line {number}: a {type(reading).__name__}; a reading is a dict")
+            raise UserError(f"{file}, line {number}: expected a JSON object, got a {type(reading).__name__}.")
         found.append(reading)
     return found, []
 
@@ -131,7 +137,10 @@ def load_readings(run: Path, *, layers: Iterable[str] = ("*",)) -> Readings:
         step = _number(line.get("step"))
         if step is None or not math.isfinite(step):
             if any(key.startswith(PREFIX) for key in line):
-                raise UserError(f"{file}, line {number}: has no step")
+                raise UserError(
+                    f"{file}, line {number}: the reading has no step. Add the key 'step' with the number of the "
+                    "training step."
+                )
             continue
         by_step.setdefault(int(step), {}).update(line)
     read = sorted(step for step, line in by_step.items() if any(key.startswith(PREFIX) for key in line))
@@ -145,7 +154,10 @@ def load_readings(run: Path, *, layers: Iterable[str] = ("*",)) -> Readings:
             values[layer, operand, statistic] = [_value(statistic, by_step[step].get(key)) for step in read]
     if not values:
         wanted = "" if patterns == ("*",) else f" that match {', '.join(patterns)}"
-        raise UserError(f"{file}: no line has entries {PREFIX}<layer>/<operand>/<statistic>{wanted}")
+        raise UserError(
+            f"{file}: no line has keys {PREFIX}<layer>/<operand>/<statistic>{wanted}. Pass a file with readings of "
+            "fp8compile.Monitor, or other patterns."
+        )
     curves: dict[str, list[tuple[int, float]]] = {}
     for step in steps:
         for key, given in by_step[step].items():

@@ -12,7 +12,7 @@ from fp8compile.cli.errors import UserError
 __all__ = ["add_parser"]
 
 DESCRIPTION = """
-Draw what fp8compile.Monitor read in a run: one self-contained HTML page, and a PNG of each chart beside it.
+Plot the statistics that fp8compile.Monitor collected in a run: a self-contained HTML page, and a PNG of each chart.
 """
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -20,14 +20,19 @@ log: logging.Logger = logging.getLogger(__name__)
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand ``monitor`` to the argument parser."""
     parser = subparsers.add_parser(
-        "monitor", help="draw the statistics that a run's monitor read", description=DESCRIPTION, allow_abbrev=False
+        "monitor",
+        help="plot the statistics that the monitor of a run collected",
+        description=DESCRIPTION,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "run_file", metavar="RUN", help="a file of JSON lines, one a reading, or the folder with monitor.jsonl"
+        "run_file", metavar="RUN", help="a JSON Lines file written by Monitor.write, or a folder with monitor.jsonl"
     )
-    parser.add_argument("--layers", metavar="PATTERN,...", default="*", help="names of layers to draw (default '*')")
-    parser.add_argument("--html", metavar="FILE", help="the page (default: RUN's name, ending in .html)")
-    parser.add_argument("--no-png", action="store_true", help="write no PNGs")
+    parser.add_argument("--layers", metavar="PATTERN,...", default="*", help="names of layers to plot (default '*')")
+    parser.add_argument(
+        "--html", metavar="FILE", help="path of the HTML page (default: the name of RUN, ending in .html)"
+    )
+    parser.add_argument("--no-png", action="store_true", help="do not write PNGs")
     parser.set_defaults(run=_run)
 
 
@@ -53,7 +58,7 @@ def _run(parsed: argparse.Namespace) -> int:
     log.info("drawing")
     drawn = list(charts(readings))
     if not parsed.no_png:
-        for chart in drawn:  # before the page, for which figures get the colors of its text
+        for chart in drawn:  # before the page, for which figures get the color of its text
             _write(target.with_name(f"{target.stem}-{chart.name}.png"), png_of(chart))
     _write(target, page(f"fp8compile monitor {readings.source.name}", [found], drawn).encode())
     return 0

@@ -1,4 +1,4 @@
-"""FP8 training of torchtitan's models: `convert` returns a ``Trainer.Config`` that trains in FP8.
+"""FP8 training with torchtitan: `convert` returns a ``Trainer.Config`` that trains in FP8.
 
 ```python
 from torchtitan.models.llama3.config_registry import llama3_8b

@@ -7,10 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 __all__ = ["KNOWN_VERSIONS", "check_version"]
 
 KNOWN_VERSIONS = ("0.3.0",)
-WANTED = f"fp8compile.integrations.torchtitan knows torchtitan {', '.join(KNOWN_VERSIONS)}"
+WANTED = f"fp8compile.integrations.torchtitan supports torchtitan {', '.join(KNOWN_VERSIONS)}"
 TO_DO = (
-    f"Install torchtitan=={KNOWN_VERSIONS[-1]}, or convert the model that torchtitan builds by fp8compile.convert "
-    "yourself, before it is parallelized."
+    f"Install torchtitan=={KNOWN_VERSIONS[-1]}, or convert the model that torchtitan builds with "
+    "fp8compile.convert, before it is parallelized."
 )
 
 
@@ -19,9 +19,9 @@ def check_version() -> None:
     try:
         installed = version("torchtitan")
     except PackageNotFoundError as error:
-        raise ImportError(f"{WANTED}, and none is installed. {TO_DO}") from error
+        raise ImportError(f"{WANTED}, but torchtitan is not installed. {TO_DO}") from error
     if installed.partition("+")[0] not in KNOWN_VERSIONS:
-        raise ImportError(f"{WANTED}; {installed} is installed. {TO_DO}")
+        raise ImportError(f"{WANTED}, but {installed} is installed. {TO_DO}")
 
 
 check_version()

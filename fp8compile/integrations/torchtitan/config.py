@@ -10,8 +10,8 @@ from torchtitan.trainer import Trainer
 from fp8compile.integrations.torchtitan.built import building
 from fp8compile.integrations.torchtitan.converter import Float8Converter
 from fp8compile.integrations.torchtitan.parallelize import Float8Parallelize
-from fp8compile.nn.assign_recipes import Recipes
-from fp8compile.nn.filters import Filter
+from fp8compile.nn.convertible.assign_recipes import Recipes
+from fp8compile.nn.convertible.filters import Filter
 
 __all__ = ["convert"]
 
@@ -38,24 +38,26 @@ def convert(
     keep_ends: int = 0,
     fsdp_float8_all_gather: bool = False,
 ) -> Trainer.Config:
-    """Return a config for the same training in FP8; the given config is not changed.
+    """Return a config for the same training run in FP8; the original config is not changed.
 
     Args:
-        config: A config as torchtitan's registries return it.
-        recipe: A recipe, or recipes by name pattern, as `fp8compile.convert` takes them.
-        filter: Which layers to convert; None excludes layers that FP8 can't help.
-        keep_ends: Number of blocks at each end of the model that stay in high precision.
-        fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes, for recipes that allow it. With one rank
-            nothing is gathered.
+        config: A config from torchtitan's registries.
+        recipe: A recipe, or recipes by name pattern, as for `fp8compile.convert`.
+        filter: Which layers to convert; None excludes layers that are too small to benefit from FP8.
+        keep_ends: Number of blocks at each end of the model to leave in high precision.
+        fsdp_float8_all_gather: Whether FSDP2 all-gathers weights in FP8, for recipes that support it. With a single
+            rank, nothing is gathered.
 
     Raises:
-        ValueError: The config has no model, or the config is converted already.
+        ValueError: The config has no model, or it is already converted.
     """
     spec = config.model_spec
     if spec is None:
         raise ValueError("convert: the config has no model_spec, so there is no model to convert. Set it first.")
     if isinstance(spec.parallelize_fn, Float8Parallelize):
-        raise ValueError("convert: this config is converted already. Convert the one of torchtitan's registry, once.")
+        raise ValueError(
+            "convert: this config is already converted. Convert the config from torchtitan's registry, once."
+        )
     converter = Float8Converter.Config(recipe=recipe, filter=filter, keep_ends=keep_ends).build()
     parallelize = Float8Parallelize(spec.parallelize_fn, fsdp_float8_all_gather)
     converted = replace(spec, model=converter.convert(spec.model), parallelize_fn=parallelize)

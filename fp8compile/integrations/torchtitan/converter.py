@@ -13,8 +13,8 @@ from torchtitan.protocols.module import Module
 from fp8compile.integrations.torchtitan.built import building
 from fp8compile.integrations.torchtitan.states import declare_states
 from fp8compile.nn import convert
-from fp8compile.nn.assign_recipes import Recipes
-from fp8compile.nn.filters import Filter
+from fp8compile.nn.convertible.assign_recipes import Recipes
+from fp8compile.nn.convertible.filters import Filter
 from fp8compile.quantizers import Recipe
 from fp8compile.recipes import describe
 
@@ -50,10 +50,10 @@ class _Conversion:
 
 
 class Float8Converter(QuantizationConverter):
-    """Quantization converter to FP8, for the list ``converters`` in torchtitan's model registries.
+    """FP8 quantization converter for the list ``converters`` in torchtitan's model registries.
 
-    When the model is built, `fp8compile.convert` converts its linears and modules of experts to FP8. Routers stay in
-    high precision. ``fp8compile.conversion_report`` lists layers that are left out, with reasons.
+    When the model is built, `fp8compile.convert` converts its linear layers and experts to FP8. Routers stay in high
+    precision. ``fp8compile.conversion_report`` lists layers that were not converted, with reasons.
 
     `fp8compile.integrations.torchtitan.convert` uses this converter, and also changes other parts of the
     ``Trainer.Config``.
@@ -65,9 +65,9 @@ class Float8Converter(QuantizationConverter):
 
         Attributes:
             recipe: A recipe, a recipe for each name pattern, or a function ``(module, fqn) -> Recipe``.
-            filter: Which layers to convert, by name patterns or a function; None leaves out layers that FP8 can't
-                help.
-            keep_ends: Number of blocks at each end of the model that stay in high precision.
+            filter: Which layers to convert, as name patterns or a function; None excludes layers that are too small to
+                benefit from FP8.
+            keep_ends: Number of blocks at each end of the model to leave in high precision.
         """
 
         recipe: Recipes
@@ -78,6 +78,6 @@ class Float8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """Return a copy of a whole model's config that builds the model in FP8."""
+        """Return a copy of a model's config that builds the model in FP8."""
         own = self.config
         return building(model_config, _Conversion(recipe=own.recipe, filter=own.filter, keep_ends=own.keep_ends))

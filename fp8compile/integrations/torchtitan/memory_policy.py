@@ -1,4 +1,4 @@
-"""Memory policy for torchtitan's GraphTrainer that saves tensors for the backward as codes."""
+"""Memory policy for torchtitan's GraphTrainer that quantizes tensors saved for the backward."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["register_memory_policy"]
 def register_memory_policy(
     saved: SavedAsCodes | None = None, *, name: str = "saved_as_codes", base: str = "default"
 ) -> str:
-    """Register a memory policy with GraphTrainer; select it by ``config.compile.memory_policy = name``.
+    """Register a memory policy with GraphTrainer; select it with ``config.compile.memory_policy = name``.
 
-    The policy runs another policy, ``base``, which decides what is saved and what is recomputed. Then ``saved``
-    chooses saved tensors to store as codes instead; the backward dequantizes them.
+    The policy first runs another policy, ``base``, which decides what is saved and what is recomputed. ``saved`` then
+    selects saved tensors to quantize. The backward dequantizes them.
 
     Args:
-        saved: Which tensors become codes, and how; None for `SavedAsCodes()`.
+        saved: Which tensors to quantize, and how; None for `SavedAsCodes()`.
         name: Name of the new policy.
-        base: Name of the policy that runs first. If ``base`` offloads, tensors that become codes are not offloaded.
+        base: Name of the policy that runs first. If ``base`` offloads, quantized tensors are not offloaded.
 
     Returns:
         ``name``.
@@ -39,12 +39,16 @@ def register_memory_policy(
 
     value = SavedAsCodes() if saved is None else saved
     if not isinstance(value, SavedAsCodes):
-        raise TypeError(f"register_memory_policy: saved is {shown(saved)}; it is a fp8compile.SavedAsCodes, or None.")
+        raise TypeError(
+            f"register_memory_policy: `saved` is {shown(saved)}; it must be a fp8compile.SavedAsCodes, or None."
+        )
     known: dict[str, Any] = registry.MEMORY_POLICY_REGISTRY
     if base not in known:
-        raise ValueError(f"register_memory_policy: base is {base!r}; {policies.__name__} has {', '.join(known)}.")
+        raise ValueError(
+            f"register_memory_policy: `base` is {base!r}; it must be one of {', '.join(known)} of {policies.__name__}."
+        )
     if name in known:
-        raise ValueError(f"register_memory_policy: there is a policy {name!r} already. Give another name.")
+        raise ValueError(f"register_memory_policy: a policy {name!r} already exists. Choose another name.")
     first = known[base]
 
     @registry.register_memory_policy(name)

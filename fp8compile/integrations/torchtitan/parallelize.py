@@ -26,13 +26,15 @@ from fp8compile.parallel import fsdp_float8_all_gather
 __all__ = ["CheckpointingConfig", "Float8Parallelize"]
 
 OWN_SCALES = (
-    "torchtitan's spmd_types gives each layer plain local tensors: with tensor parallel, scales are those of each "
-    "rank's own part of a tensor, where DTensors have one scale for all ranks. Losses are not those of one rank to "
-    "the bit. For one scale for all ranks: parallelism.spmd_backend='partial_dtensor', or recipes.delayed()."
+    "torchtitan's spmd_types backend passes plain local tensors to each layer. With tensor parallelism, each rank "
+    "then computes the scales of its own shard, while DTensors use one scale for all ranks, so losses are not "
+    "bit-identical to those of one rank. For one scale on all ranks, use "
+    "parallelism.spmd_backend='partial_dtensor', or recipes.delayed()."
 )
 NO_CODES = (
-    "hands FSDP2 a mesh that is not its own alone, whose codes this can't gather. Take 'partial_dtensor', or leave "
-    "weights to be gathered in param_dtype."
+    "passes FSDP2 a mesh with dims in addition to those of FSDP2, so weights can't be all-gathered in FP8. Use "
+    "parallelism.spmd_backend='partial_dtensor', or set fsdp_float8_all_gather=False to all-gather weights in "
+    "param_dtype."
 )
 
 
@@ -78,26 +80,26 @@ def _say_whose_scales(model: nn.Module, parallel_dims: ParallelDims) -> None:
 
 @dataclass(frozen=True)
 class Float8Parallelize:
-    """A ``parallelize_fn`` for a model in FP8; calls the model's own function, with three additions.
+    """A ``parallelize_fn`` for an FP8 model that extends the model's own function in three ways.
 
-    - With delayed scaling, all ranks that have parts of the same tensors share one scaling state.
+    - With delayed scaling, all ranks with shards of the same tensors share one scaling state.
     - ``SelectiveAC`` also saves the results of FP8 layers (``fp8compile.ops.GEMM_OPS``).
-    - FSDP2, if it shards the model, gathers weights as codes if ``fsdp_float8_all_gather`` is True.
+    - If ``fsdp_float8_all_gather`` is True, FSDP2 all-gathers weights in FP8.
 
     Attributes:
         parallelize_fn: The model's own ``parallelize_fn``.
-        fsdp_float8_all_gather: Whether FSDP2 gathers weights as codes.
+        fsdp_float8_all_gather: Whether FSDP2 all-gathers weights in FP8.
     """
 
     parallelize_fn: Callable[..., nn.Module]
     fsdp_float8_all_gather: bool = False
 
     def __call__(self, model: nn.Module, *, parallel_dims: ParallelDims, ac_config: Any, **kwargs: Any) -> nn.Module:
-        """Parallelize a model and return it; torchtitan calls this with its run's parallel dims and configs.
+        """Parallelize a model and return it; torchtitan calls this with the run's parallel dims and configs.
 
         Raises:
-            ValueError: Weights are to be gathered as codes, and torchtitan's ``spmd_backend`` is not partial_dtensor;
-                or `share_states` refuses delayed scaling with tensor and pipeline parallelism.
+            ValueError: ``fsdp_float8_all_gather`` is set, but torchtitan's ``spmd_backend`` is not partial_dtensor; or
+                delayed scaling is combined with tensor and pipeline parallelism.
         """
         gather = self.fsdp_float8_all_gather and parallel_dims.fsdp_enabled
         if gather and parallel_dims.spmd_backend != "partial_dtensor":

@@ -12,7 +12,7 @@ from torch import nn
 from torchtitan.distributed.parallel_dims import ParallelDims, SpmdLayout
 
 from fp8compile.nn import Linear
-from fp8compile.nn.linear import STATE
+from fp8compile.nn.layer.linear import STATE
 
 __all__ = ["declare_states", "share_states"]
 
@@ -43,9 +43,9 @@ def _group(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
         return None if mesh is None else mesh.get_group()
     if parallel_dims.pp_enabled:
         raise ValueError(
-            "delayed scaling with tensor parallel and pipeline parallel under spmd_types: no process group of "
-            "torchtitan has just the ranks of one stage. Take parallelism.spmd_backend='partial_dtensor', or a recipe "
-            "with current scaling."
+            "delayed scaling with tensor parallelism and pipeline parallelism is not supported with spmd_types, "
+            "because torchtitan has no process group of exactly the ranks of one stage. Use "
+            "parallelism.spmd_backend='partial_dtensor', or a recipe with current scaling."
         )
     return dist.group.WORLD
 

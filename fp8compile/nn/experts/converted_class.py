@@ -11,15 +11,22 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
-from fp8compile.nn.codes_in_state import CodesInState
 from fp8compile.nn.experts.host import Host
-from fp8compile.nn.experts.known_modules import host_of, host_of_class, is_experts, is_transposed, layout_of
+from fp8compile.nn.experts.known_modules import (
+    holds_no_stacks,
+    host_of,
+    host_of_class,
+    is_experts,
+    is_transposed,
+    layout_of,
+)
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.spread_over_ranks import DispatchOptions
-from fp8compile.nn.functional import check_recipe
-from fp8compile.nn.layer_registry import CONVERTED
+from fp8compile.nn.layer.codes_in_state import CodesInState
+from fp8compile.nn.layer.functional import check_recipe
+from fp8compile.nn.layer.layer_registry import CONVERTED
+from fp8compile.nn.layer.warn_if_not_sharded import warn_if_not_sharded
 from fp8compile.nn.made_classes import MadeClass, made_class
-from fp8compile.nn.warn_if_not_sharded import warn_if_not_sharded
 from fp8compile.ops.layer.check_recipe_of_groups import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense
@@ -76,6 +83,9 @@ class ConvertedModule(CodesInState, MadeClass):
         names = layout.weights if self._host.observed is None else self._host.observed(self)
         return dict.fromkeys(names, layout.num_experts)
 
+    def _holds_no_stacks(self) -> str | None:
+        return holds_no_stacks(self)
+
     def is_quantized(self) -> bool:
         """Whether the weights are kept as codes and scales."""
         return bool(self._quantized_parameters())
@@ -117,8 +127,8 @@ class ConvertedLinearLike(ConvertedModule):
         """Raise a ValueError if the recipe has delayed scaling, whose state only ``fp8compile.Linear`` keeps."""
         if recipe.history():
             raise ValueError(
-                "recipe: delayed scaling keeps its state in a fp8compile.Linear, and this is a linear of another "
-                "class. Take a recipe that scales by the values at hand, such as fp8compile.recipes.tensorwise()."
+                "recipe: delayed scaling is only supported for fp8compile.Linear, which keeps its state. Use a "
+                "recipe with current scaling, such as fp8compile.recipes.tensorwise()."
             )
 
 
@@ -160,23 +170,23 @@ def _bypassed(module: nn.Module) -> str | None:
 def cannot_convert_hosted(module: nn.Module) -> str | None:
     """Return why another library's module can't be converted with any recipe; None if it can."""
     if is_parametrized(module):
-        return "a weight is parametrized; convert first and parametrize what convert returns"
+        return "a weight is parametrized; convert the model first, then parametrize the converted layer"
     if is_sharded_class(type(module)):
-        return f"{type(module).__name__} is a class that fully_shard made; convert first"
+        return f"{type(module).__name__} is sharded by fully_shard; convert first"
     if name := _bypassed(module):
         return f"its {name} was replaced on the instance (a hook of another library?) and would be lost"
     taken = OWN_NAMES & set(vars(module)).union(*map(vars, type(module).__mro__))
     if taken:
-        return f"it has an attribute {min(taken)} of its own, and so has what is converted"
+        return f"it already has an attribute {min(taken)}, which a converted module also uses"
     for name, weight in layout_of(module).weights.items():
         if is_lazy(weight):
-            return f"its {name} has no shape before the first call; call the model, then convert"
+            return f"its {name} is not initialized; call the model once before convert"
         if has_codes(weight) or not_dense(weight) is not None:
-            return f"its {name} is no dense tensor; FP8 layers take one and quantize it themselves"
+            return f"its {name} is not a dense tensor; FP8 layers require one and quantize it themselves"
         if weight.ndim != 2 and not is_experts(module):
-            return f"its {name} has {weight.ndim} dims; that of a linear has 2"
+            return f"its {name} has {weight.ndim} dims; that of a linear layer must have 2"
         if weight.dtype not in SOURCE_DTYPES:
-            return f"its {name} is {weight.dtype}; FP8 layers take bfloat16, float16, float32"
+            return f"its {name} is {weight.dtype}; FP8 layers support bfloat16, float16 and float32"
     return None
 
 
@@ -186,20 +196,22 @@ def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
         (ConvertedExperts if is_experts(module) else ConvertedLinearLike).check_takes(recipe)
     except ValueError as error:
         text = str(error).removeprefix("recipe: ")
-        return f"experts take no such recipe: {text}" if is_experts(module) else text
+        return f"experts do not support this recipe: {text}" if is_experts(module) else text
     return None
 
 
 def cannot_revert_hosted(module: Any) -> str | None:
     """Return why a converted module of another library can't be reverted; None if it can."""
     if "_plain_class" not in vars(type(module)):
-        return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that."
+        return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that change first."
     if module.is_quantized():
-        return "its weights are codes and scales, which no plain module has. Put values there: weight.dequantize()."
+        return (
+            "its weights are FP8 parameters, which plain modules do not support. Replace them by weight.dequantize()."
+        )
     if "dispatch_options" in vars(module):
-        return "ExpertParallel has spread it over ranks, of which its own methods know nothing. Make the model anew."
+        return "ExpertParallel has sharded it over ranks, which its own methods do not support. Create a new model."
     if _bypassed(module) is not None or module._compiled_call_impl is not None:
-        return "forward was replaced or compiled on the instance, and would go on in FP8. Undo that first."
+        return "its forward was replaced or compiled on the instance, and would still run in FP8. Undo that first."
     return None
 
 

@@ -18,8 +18,8 @@ class Layout:
 
     Attributes:
         weights: The parameters that hold the matrices, by name; ``"mlp.w1"`` is the parameter of a child.
-        matrices: (out_features, in_features) of each matrix that a row is multiplied by.
-        num_experts: How many experts there are; 0 for a module that is one linear.
+        matrices: (out_features, in_features) of each matrix that a row is multiplied with.
+        num_experts: Number of experts; 0 for a single linear layer.
     """
 
     weights: Mapping[str, nn.Parameter]

@@ -68,7 +68,7 @@ def holds_no_stacks(module: nn.Module) -> str | None:
     host = host_of(module)
     if host is None or host.layout is None or host.is_linear:
         return None
-    return "holds its experts in no 3-D parameters of its own, (experts, out_features, in_features)"
+    return "does not store its experts as 3-D parameters of shape (experts, out_features, in_features)"
 
 
 def is_transposed(module: nn.Module) -> bool:

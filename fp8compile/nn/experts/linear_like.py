@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8compile.nn.experts.host import Host, Layout, code_of
-from fp8compile.nn.functional import linear
+from fp8compile.nn.layer.forward_dtype import note_forward_dtype
+from fp8compile.nn.layer.functional import linear
 
 __all__ = ["CONV1D", "linear_host"]
 
@@ -26,8 +27,8 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
         weight: Any = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
             raise TypeError(
-                f"convert: {type(module).__name__} is registered as a linear by another name, and has no weight, the "
-                "parameter that such a module multiplies by."
+                f"convert: {type(module).__name__} is registered as a linear layer of another library, but it has "
+                "no parameter named weight."
             )
         size = tuple(weight.shape) if not is_lazy(weight) and weight.ndim == 2 else (0, 0)
         n, k = size[::-1] if is_transposed else size
@@ -36,6 +37,7 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight.t() if is_transposed else self.weight
+        note_forward_dtype(self, "weight")
         observer = self.observer("weight")
         given: Any = {"weight_codes": self.step_codes("weight", is_turned=is_transposed), "observer": observer}
         return linear(x, weight, getattr(self, "bias", None), recipe=self.recipe, **given)

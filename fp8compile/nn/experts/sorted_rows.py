@@ -28,11 +28,11 @@ class SortedRows(NamedTuple):
 def _check_index(index: Tensor, num_experts: int) -> None:
     """Raise a ValueError, or assert on a GPU, unless 0 <= index <= ``num_experts`` (an expert of another rank)."""
     is_right = ((index >= 0) & (index <= num_experts)).all()
-    rule = f"an index is 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
+    rule = f"indices must be from 0 to {num_experts - 1}, or {num_experts} for an expert of another rank"
     if index.device.type != "cpu":
         _compat.assert_on_device(is_right, f"top_k_index: {rule}.")
     elif not is_right:
-        raise ValueError(f"top_k_index has numbers from {index.min()} to {index.max()}; {rule}.")
+        raise ValueError(f"top_k_index has values from {index.min()} to {index.max()}; {rule}.")
 
 
 def sorted_rows(

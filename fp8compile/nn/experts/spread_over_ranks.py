@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fp8compile._compat import is_dtensor
-from fp8compile.nn.tensor_parallel_weights import place_codes
-from fp8compile.nn.ungathered_experts import UngatheredStack
+from fp8compile.nn.layer.tensor_parallel_weights import place_codes
+from fp8compile.nn.layer.ungathered_experts import UngatheredStack
 from fp8compile.tensor import is_quantized_parameter
 
 if TYPE_CHECKING:
@@ -42,26 +42,27 @@ def check_mesh(function: str, experts: int, mesh: DeviceMesh) -> None:
     """
     if mesh.ndim != 1:
         raise ValueError(
-            f"{function}: the mesh has {mesh.ndim} dims, {mesh.mesh_dim_names}; take the one over which experts "
-            "are cut, mesh['ep'] for one."
+            f"{function}: the mesh must have one dimension, got {mesh.ndim}: {mesh.mesh_dim_names}. Pass the dim over "
+            "which experts are sharded, such as mesh['ep']."
         )
     if experts % mesh.size():
         raise ValueError(
-            f"{function}: the module has {experts} experts and the mesh {mesh.size()} ranks; each "
-            "rank has as many experts as the others."
+            f"{function}: {experts} experts can't be divided equally among {mesh.size()} ranks. Use a number of ranks "
+            "that divides the number of experts."
         )
 
 
 def spread_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> None:
-    """Give each rank of a mesh some of the experts: parameters become DTensors with ``Shard(0)``.
+    """Shard experts over the ranks of a mesh: parameters become DTensors with ``Shard(0)``.
 
-    This is for a module that gets rows sorted by expert, as torchtitan's does. Its caller sends the rows to the ranks
-    of their experts with `expert_routes`. For experts that route tokens themselves, use `ExpertParallel` instead.
+    Use this for a module whose input rows are sorted by expert, as in torchtitan. Its caller sends the rows to the
+    ranks of their experts with `expert_routes`. For experts that route tokens themselves, use `ExpertParallel`
+    instead.
 
     Args:
         module: A module whose own parameters are stacked weights, (experts, ...); converted or not. Changed in place.
-        mesh: A mesh with one dim. The number of experts is a multiple of its ranks.
-        src_data_rank: The rank whose values are sent to all ranks; None if each rank keeps a part of its own values.
+        mesh: A 1-D mesh. The number of experts must be a multiple of its size.
+        src_data_rank: The rank whose values are sent to all ranks; None if each rank keeps a shard of its own values.
 
     Raises:
         ValueError: The mesh has more than one dim, or the number of experts is not a multiple of the mesh's ranks.

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8compile.nn.experts.host import Host, stacks
-from fp8compile.nn.grouped_linear import grouped_mm
+from fp8compile.nn.layer.forward_dtype import note_forward_dtype
+from fp8compile.nn.layer.grouped_linear import grouped_mm
 
 __all__ = ["METHOD"]
 
@@ -32,6 +33,7 @@ def _names(module: nn.Module) -> dict[tuple[int, ...], str]:
 
 def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     self.check_gathered_as_codes(B_t)
+    note_forward_dtype(self, next(iter(self._parameters)))
     observer = None
     if self._observers is not None:
         names = _names(self)

@@ -13,14 +13,15 @@ import torch
 from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 
-from fp8compile.nn.expert_routes import expert_routes
 from fp8compile.nn.experts.adapters import with_additions
 from fp8compile.nn.experts.host import Host, code_of
 from fp8compile.nn.experts.overflow import count
 from fp8compile.nn.experts.sorted_rows import SortedRows, sorted_rows, summed
 from fp8compile.nn.experts.spread_over_ranks import group_of_experts, local_stack
-from fp8compile.nn.grouped_linear import grouped_linear
-from fp8compile.nn.raise_on_all_ranks import noted, tried
+from fp8compile.nn.layer.expert_routes import expert_routes
+from fp8compile.nn.layer.forward_dtype import note_forward_dtype
+from fp8compile.nn.layer.grouped_linear import grouped_linear
+from fp8compile.nn.layer.raise_on_all_ranks import noted, tried
 from fp8compile.ops.groups.padding import sizes_of_groups
 from fp8compile.quantizers.check_returned import could_be
 
@@ -33,6 +34,7 @@ DISPATCH = ("transformers.integrations.moe", "use_experts_implementation.<locals
 
 
 def _project(self: Any, x: Tensor, offsets: Tensor, name: str) -> Tensor:
+    note_forward_dtype(self, name)
     observer = self.observer(name, getattr(self, name))
     weight = local_stack(self, name)
     bias: Any = local_stack(self, f"{name}_bias") if self.has_bias else None
@@ -48,26 +50,25 @@ def _check_given(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
     weight = getattr(self, "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj")
     features = weight.shape[-2 if self.is_transposed else -1]
     if hidden_states.ndim != 2 or not could_be(hidden_states.shape[1:], (features,)):
-        raise ValueError(
-            f"{what} hidden_states has shape {tuple(hidden_states.shape)}; it is (tokens, {features}), as the experts "
-            "take it."
-        )
+        raise ValueError(f"{what} hidden_states must be (tokens, {features}), got {tuple(hidden_states.shape)}.")
     if not hidden_states.is_floating_point():
-        raise TypeError(f"{what} hidden_states is {hidden_states.dtype}; it is of a floating dtype.")
+        raise TypeError(f"{what} hidden_states is {hidden_states.dtype}; it must have a floating point dtype.")
     if top_k_index.ndim != 2 or not could_be(top_k_index.shape[:1], hidden_states.shape[:1]):
         raise ValueError(
-            f"{what} top_k_index has shape {tuple(top_k_index.shape)} and hidden_states "
-            f"{tuple(hidden_states.shape)}; it is (tokens, top_k), which experts each token goes to."
+            f"{what} top_k_index has shape {tuple(top_k_index.shape)} and hidden_states has shape "
+            f"{tuple(hidden_states.shape)}; top_k_index must be (tokens, top_k), the experts of each token."
         )
     if not could_be((top_k_weights.numel(),), (top_k_index.numel(),)):
         raise ValueError(
-            f"{what} top_k_weights has shape {tuple(top_k_weights.shape)} and top_k_index "
-            f"{tuple(top_k_index.shape)}; each expert of a token has a weight."
+            f"{what} top_k_weights has shape {tuple(top_k_weights.shape)} and top_k_index has shape "
+            f"{tuple(top_k_index.shape)}; the shapes must be equal, one weight for each expert of a token."
         )
     given = {"hidden_states": hidden_states, "top_k_index": top_k_index, "top_k_weights": top_k_weights}
     for name, each in given.items():
         if each.device != weight.device:
-            raise ValueError(f"{what} {name} is on {each.device} and the experts on {weight.device}; move one.")
+            raise ValueError(
+                f"{what} {name} is on {each.device}, but the experts are on {weight.device}. Move both to one device."
+            )
 
 
 def _own_share(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from fp8compile.nn.experts.host import Host, Layout, code_of
 from fp8compile.nn.experts.sorted_rows import sorted_rows, summed
-from fp8compile.nn.grouped_linear import grouped_linear
+from fp8compile.nn.layer.forward_dtype import note_forward_dtype
+from fp8compile.nn.layer.grouped_linear import grouped_linear
 
 __all__ = ["DBRX", "JETMOE", "LLAMA4"]
 
 
 def _product(self: Any, x: Tensor, name: str, matrices: Any, offsets: Tensor, *, is_turned: bool = False) -> Tensor:
+    note_forward_dtype(self, name)
     known, observer = self.step_codes(name, is_turned=is_turned), self.observer(name)
     return grouped_linear(x, matrices, offsets, recipe=self.recipe, weight_codes=known, observer=observer)
 
@@ -44,8 +46,8 @@ def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
     rows = sum(expert_size)
     if not torch.compiler.is_compiling() and rows != inputs.shape[0]:  # a graph knows no sizes
         raise ValueError(
-            f"{type(self).__name__}: expert_size has {rows} rows in all and inputs {inputs.shape[0]}; each row is of "
-            "one expert."
+            f"{type(self).__name__}: expert_size sums to {rows} rows, but inputs has {inputs.shape[0]}; each row "
+            "must belong to one expert."
         )
     ends = torch.tensor(list(accumulate(expert_size)), dtype=torch.int32, device=inputs.device)
     return _product(self, inputs, "weight", self.weight, ends)

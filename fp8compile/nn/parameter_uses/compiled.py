@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
 
+from fp8compile._compat import HigherOrderOperator
 from fp8compile.nn.parameter_uses.flow import DATA, Value, result_of
 from fp8compile.nn.parameter_uses.owners import Owners, memory_of
 from fp8compile.nn.parameter_uses.uses import Uses

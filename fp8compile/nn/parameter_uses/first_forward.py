@@ -19,15 +19,16 @@ import torch
 from torch import fx, nn
 
 from fp8compile import _compat
-from fp8compile.nn.convertible_layers import weight_slots
-from fp8compile.nn.layer_registry import CONVERTED
+from fp8compile.nn.convertible.convertible_layers import weight_slots
+from fp8compile.nn.layer.forward_dtype import unnoted
+from fp8compile.nn.layer.layer_registry import CONVERTED
 from fp8compile.nn.parameter_uses.compiled import uses_in_graph
 from fp8compile.nn.parameter_uses.eager import Watching
 from fp8compile.nn.parameter_uses.owners import Owners
 from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, past_forward, settled
 from fp8compile.nn.parameter_uses.uses import Uses, keep_uses, uses_seen
 
-__all__ = ["stop_watching", "untold", "watch_first_forward", "watched"]
+__all__ = ["stop_watching", "suppress_warnings", "watch_first_forward", "watched"]
 
 STRICT = "_fp8compile_strict"  # on a layer: convert was called with strict=True
 ROOTS: WeakSet[nn.Module] = WeakSet()  # models that convert was given
@@ -42,7 +43,7 @@ class _Traced:
 class _Running(threading.local):
     module: nn.Module | None = None  # the module whose call ends the watching; None if `watched` ends it
     watching: Watching | None = None  # the mode that watches; None if no forward is watched
-    is_untold: bool = False  # whether code runs inside `untold`, and warns about nothing
+    is_suppressed: bool = False  # whether code runs inside `suppress_warnings`, and warns about nothing
 
     def begin(self, model: nn.Module, module: nn.Module | None) -> Watching:
         self.module, self.watching = module, Watching(model)
@@ -59,22 +60,25 @@ RUNNING = _Running()
 
 
 @contextmanager
-def untold() -> Iterator[None]:
+def suppress_warnings() -> Iterator[None]:
     """Context in which no use of a parameter raises or warns, and no forward counts as the first after `convert`.
+
+    No forward counts as training either.
 
     The caller reports the uses of parameters itself.
     """
-    before, RUNNING.is_untold = RUNNING.is_untold, True
+    before, RUNNING.is_suppressed = RUNNING.is_suppressed, True
     try:
-        yield
+        with unnoted():
+            yield
     finally:
-        RUNNING.is_untold = before
+        RUNNING.is_suppressed = before
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Watching]:
     """Context that yields a record of how code inside it uses a model's parameters, and warns of nothing itself."""
-    with untold():
+    with suppress_warnings():
         watching = RUNNING.begin(model, None)
         try:
             yield watching
@@ -142,7 +146,7 @@ def _untraced(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
 
 
 def _start(module: nn.Module) -> None:
-    if RUNNING.watching is not None or RUNNING.is_untold or WATCHED not in vars(module):
+    if RUNNING.watching is not None or RUNNING.is_suppressed or WATCHED not in vars(module):
         return
     if not _compat.is_in_mode():  # under a tracer's mode, the call is no real forward
         RUNNING.begin(module, module)
@@ -180,7 +184,7 @@ def _told(uses: Uses, owners: Owners, error: type[RuntimeError]) -> str:
     """
     uses = settled(uses, owners)
     weights = {slot for layer in CONVERTED for slot in weight_slots(layer)}
-    if RUNNING.is_untold:
+    if RUNNING.is_suppressed:
         keep_uses(Uses({slot: use for slot, use in uses.found.items() if slot not in weights}), weights)
         return ""
     seen = {layer: method for layer in CONVERTED if (method := past_forward(layer, uses))}
@@ -203,6 +207,7 @@ def _text(found: dict[nn.Module, str], owners: Owners) -> str:
     shown = "; ".join(f"{method} {PAST_FORWARD}: {name}" for name, method in called[:5])
     more = f"; and {len(called) - 5} more" if len(called) > 5 else ""
     return (
-        f"convert: a weight is multiplied outside of its layer, which is not FP8. {shown}{more}. Call the layer there "
-        f'or leave it out, by convert(..., filter=["!{called[0][0]}"]). See fp8compile.conversion_report(model).'
+        f"convert: a weight is used in a GEMM outside of its layer, which does not run in FP8. {shown}{more}. Call "
+        f'the layer there, or exclude it with convert(..., filter=["!{called[0][0]}"]). See '
+        "fp8compile.conversion_report(model)."
     )

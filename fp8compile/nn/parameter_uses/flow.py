@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 
+from fp8compile._compat import HigherOrderOperator, OpOverload
 from fp8compile.nn.parameter_uses.uses import Kind, Met, Slot
 from fp8compile.ops import GEMM_OPS, OPS
 
@@ -51,7 +51,7 @@ TORCH = frozenset({
 def _name_and_namespace(op: Any) -> tuple[str, str]:
     if isinstance(op, str):  # a method of a tensor, in a graph of Dynamo's
         return op, "aten"
-    if isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(op, (OpOverload, torch._ops.OpOverloadPacket)):
         namespace, _, name = str(getattr(op, "_qualified_op_name", None) or op.name()).partition("::")
         return name.partition(".")[0], namespace
     module = (getattr(op, "__module__", None) or "torch").partition(".")[0]

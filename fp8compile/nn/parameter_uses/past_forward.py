@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8compile.nn.convertible_layers import weight_slots
-from fp8compile.nn.layer_registry import CONVERTED
+from fp8compile.nn.convertible.convertible_layers import weight_slots
+from fp8compile.nn.layer.layer_registry import CONVERTED
 from fp8compile.nn.parameter_uses.owners import Owners
 from fp8compile.nn.parameter_uses.uses import Slot, Uses
 
 __all__ = ["PAST_FORWARD", "known_past_forward", "past_forward", "settled"]
 
-PAST_FORWARD = "reads its weight itself, past the layer's forward"
+PAST_FORWARD = "reads its weight directly, without calling the layer's forward"
 # PyTorch modules, and the names of their children whose weights they multiply themselves
 KNOWN: dict[type[nn.Module], tuple[str, ...]] = {
     nn.MultiheadAttention: ("out_proj",),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fp8compile.nn.layer_registry import USES
+from fp8compile.nn.layer.layer_registry import USES
 
 __all__ = ["Kind", "Met", "Slot", "Use", "Uses", "forget_uses", "keep_uses", "uses_seen"]
 
@@ -79,20 +79,22 @@ class Uses:
 def keep_uses(uses: Uses, of_layers: Container[Slot]) -> None:
     """Save ``uses`` for the conversion report.
 
-    ``of_layers`` has the weights of FP8 layers; uses of these weights are saved only if they are products.
+    ``of_layers`` has the weights of FP8 layers; uses of these weights are saved only if they are products, in FP8 or
+    not.
     """
-    for slot, use in uses.found.items():
-        module, name = slot
-        if use.multiplies or slot not in of_layers:
-            USES.setdefault(module, {})[name] = use
+    kept = [(slot, use) for slot, use in uses.found.items() if use.multiplies or slot not in of_layers]
+    kept += [(slot, Use(Kind.FLOAT8, "")) for slot in uses.in_float8 if slot in of_layers]
+    for (module, name), use in kept:
+        USES.setdefault(module, {}).setdefault(name, set()).add(use)
 
 
 def uses_seen(modules: Iterable[nn.Module]) -> Uses:
     """Return the uses of the modules' parameters that `keep_uses` has saved."""
     uses = Uses()
     for module in modules:
-        for name, use in USES.get(module, {}).items():
-            uses.add((module, name), use)
+        for name, kept in USES.get(module, {}).items():
+            for use in kept:
+                uses.note({use.kind: frozenset([(module, name)])}, use.method)
     return uses
 
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fp8compile import _compat
+from fp8compile._compat import OpOverload
 from fp8compile.ops import samples
 from fp8compile.ops.collectives import all_to_all
 from fp8compile.ops.exchange.exchange_rows import BACK, THERE, exchange_rows

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fp8compile import _compat
+from fp8compile._compat import OpOverload
 from fp8compile.ops.collectives import all_to_all
 from fp8compile.ops.registry import register_op
 
@@ -53,7 +53,8 @@ exchange_rows: OpOverload = register_op(
     fake=_fake,
     backward=None,
     decompose=None,
-    portable="rows travel between ranks, as many as the data says. Export a model whose experts are all on one rank",
+    portable="the number of rows sent between ranks depends on the data. Export a model whose experts are all on one "
+    "rank",
     sharding=None,  # takes rows of this rank alone, never DTensors
     samples=_samples,
 )

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fp8compile import _compat
+from fp8compile._compat import OpOverload
 from fp8compile.ops.registry import register_op
 
 __all__ = ["counted"]

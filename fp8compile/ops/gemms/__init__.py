@@ -17,5 +17,7 @@ to `NATIVE` in `table.py`.
     gpu_support.py      the table of which GPU runs which product
     torch_scaled_mm.py  the call of torch._scaled_mm and its padding
     selection.py        the GEMM that multiplies two operands
-    registration.py     `register_gemm` and `register_grouped_gemm` for other packages
+    scaled_mm.py        the op of matrices
+    grouped/            the GEMMs of groups, such as experts, and their ops
+    registration/       `register_gemm` and `register_grouped_gemm` for other packages
 """

@@ -18,9 +18,7 @@ BLOCK = 128
 # Of tiles' scales PyTorch wants rows without a gap, and cuBLAS rows that are a multiple of 16 bytes. With a sum over
 # fewer values than a multiple of this one, `torch._scaled_mm` refuses what cuBLAS reads (seen on an H200).
 SUM_OF_TILES = 4 * BLOCK
-POWERS_OF_TWO = (
-    "Take fp8compile.recipes.blockwise(scale='pow2'), or ask for emulation in float64 (emulate=True), right and slow."
-)
+POWERS_OF_TWO = "Use fp8compile.recipes.blockwise(scale='pow2'), or slow emulation in float64 (emulate=True)."
 
 
 def takes_blocks(a: Quantizer, b: Quantizer) -> bool:
@@ -35,7 +33,7 @@ def takes_blocks(a: Quantizer, b: Quantizer) -> bool:
 def _lacks(problem: GemmProblem) -> str | None:
     lacking = lacks_tensor_cores(problem) or why_not("blockwise", problem)
     if lacking is not None and why_not("blockwise, powers of two", problem) is None:
-        return f"needs scales that are powers of two, for this GPU's MX GEMM. {POWERS_OF_TWO}"
+        return f"needs power-of-two scales for this GPU's MX GEMM. {POWERS_OF_TWO}"
     return lacking
 
 

@@ -56,7 +56,7 @@ def _lacks_blocks(problem: GemmProblem) -> str | None:
 
 def _lacks_rows(problem: GemmProblem) -> str | None:
     lacking = lacks_tensor_cores(problem) or why_not("scaled by MX", problem)
-    return lacking or (None if problem.config.by_mx else "is multiplied by MX only if the recipe has by_mx=True.")
+    return lacking or (None if problem.config.by_mx else "uses the MX GEMM only if the recipe has by_mx=True.")
 
 
 def _exponents(operand: Quantized) -> Tensor:
@@ -99,7 +99,7 @@ def _multiply_rows(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: G
 
 BLOCKWISE_BY_MX = GemmKernel(
     name="blockwise_by_mx",
-    detail="native, MX GEMM, each scale for four blocks of 32",
+    detail="native, MX GEMM, each scale repeated for four blocks of 32",
     takes=_takes_blocks,
     lacks=_lacks_blocks,
     multiply=_multiply_blocks,

@@ -22,13 +22,13 @@ from fp8compile.quantizers import GemmConfig, Quantizer
 __all__ = ["EMULATED"]
 
 OWN_CODES = (
-    "has no GEMM: a GPU multiplies float8 codes, and only the quantizer's own dequantize knows what these mean. "
-    "{advice} If they are float8 numbers times the scale of their block, say so by gemm_format(); a GEMM of your own "
-    "for them is added by fp8compile.library.register_gemm."
+    "has no GEMM: a GPU multiplies FP8 data, but only the quantizer's own dequantize method defines what this data "
+    "means. {advice} If the values are float8 numbers times the scale of their block, override gemm_format(). To "
+    "add your own GEMM, use fp8compile.library.register_gemm."
 )
 NO_SUCH_BLOCKS = (
-    f"has no GEMM on any GPU: they multiply (1, {BLOCK}) by ({BLOCK}, 1) or ({BLOCK}, {BLOCK}), the reverse, and "
-    f"(1, {MX_BLOCK}) by ({MX_BLOCK}, 1) or ({MX_BLOCK}, {MX_BLOCK}) with E8M0 scales. {{advice}}"
+    f"has no GEMM on any GPU. Supported are blocks (1, {BLOCK}) by ({BLOCK}, 1) or ({BLOCK}, {BLOCK}), the reverse, "
+    f"and (1, {MX_BLOCK}) by ({MX_BLOCK}, 1) or ({MX_BLOCK}, {MX_BLOCK}) with E8M0 scales. {{advice}}"
 )
 
 

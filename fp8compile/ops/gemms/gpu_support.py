@@ -33,9 +33,9 @@ __all__ = [
     "why_not",
 ]
 
-ASK = "Take a recipe that this GPU has ({recipes}), or ask for emulation in float64 (emulate=True), right and slow."
-ASK_EXPERTS = "Take a recipe that this GPU has for experts ({recipes}), or leave them in bfloat16."
-LEAVE = "Leave the model in bfloat16, or ask for emulation in float64 (emulate=True), right and slow."
+ASK = "Use a recipe that this GPU supports ({recipes}), or slow emulation in float64 (emulate=True)."
+ASK_EXPERTS = "Use a recipe that this GPU supports for experts ({recipes}), or leave them in bfloat16."
+LEAVE = "Leave the model in bfloat16, or use slow emulation in float64 (emulate=True)."
 GPU_NAMES = {
     (8, 9): "L4, L40S, RTX 40",
     (9, 0): "H100, H200",
@@ -92,15 +92,15 @@ class Gate:
     def lacks(self, build: Build) -> str | None:
         """Return what a build of PyTorch lacks to run this kernel, as the end of an error text; None if nothing."""
         if build.cuda is not None and build.cuda < self.cuda:
-            return f"needs a PyTorch built with CUDA {_dotted(self.cuda)} or later; this one has {_dotted(build.cuda)}"
+            return f"needs PyTorch built with CUDA {_dotted(self.cuda)} or later; this has {_dotted(build.cuda)}"
         if build.rocm is not None and build.rocm < self.rocm:
-            return f"needs a PyTorch built with ROCm {_dotted(self.rocm)} or later; this one has {_dotted(build.rocm)}"
+            return f"needs PyTorch built with ROCm {_dotted(self.rocm)} or later; this has {_dotted(build.rocm)}"
         if build.torch < self.torch:
             return f"needs PyTorch {_dotted(self.torch)}; this is {_dotted(build.torch)}"
         if build.is_windows and not self.on_windows:
             return "needs a kernel that PyTorch does not build for Windows"
         if self.needs_mslk and not build.has_mslk:
-            return "needs a PyTorch built with MSLK, and torch.__config__.show() of this one has none"
+            return "needs a PyTorch built with MSLK, which this one lacks (see torch.__config__.show())"
         return None
 
 
@@ -219,19 +219,16 @@ def _lacks_formats(target: Target) -> str | None:
     AMD's older GPUs have "fnuz" formats instead.
     """
     if target.type != "cuda":
-        return f"has no FP8 GEMM on device {target.type!r}; it runs on 'cuda' and 'cpu'."
+        return f"has no FP8 GEMM on device {target.type!r}; FP8 GEMMs run on 'cuda' and 'cpu'."
     if target.hip is None:
         return None
     gates = [gate for gate in PRODUCTS["tensorwise"].gates if gate.is_for(target)]
     lacking: str | None
     if target.gcn in FNUZ:
-        lacking = (
-            f"has no FP8 or FP4 GEMM on AMD GPUs of {target.gcn} (MI300): they multiply e4m3fnuz and e5m2fnuz, in "
-            "which the same codes are other numbers"
-        )
+        lacking = f"has no FP8 or FP4 GEMM on AMD GPUs of {target.gcn} (MI300), which use e4m3fnuz and e5m2fnuz"
     elif not gates:
         known = ", ".join(f"{name} ({cards})" for name, cards in AMD_NAMES.items())
-        lacking = f"has no FP8 or FP4 GEMM on AMD GPUs but {known}"
+        lacking = f"has no FP8 or FP4 GEMM on AMD GPUs other than {known}"
     else:
         lacking = gates[0].lacks(target.build)
     return None if lacking is None else f"{lacking}. {LEAVE}"
@@ -244,11 +241,11 @@ def lacks_tensor_cores(problem: GemmProblem) -> str | None:
         return lacking
     if target.hip is None and target.capability < (8, 9):
         return (
-            "needs a GPU with FP8 tensor cores, compute capability 8.9 or more (L4, RTX 40, H100, B200). Leave the "
-            "model in bfloat16 here."
+            "needs a GPU with FP8 tensor cores, compute capability 8.9 or higher (L4, RTX 40, H100, B200). "
+            "Leave the model in bfloat16 on this GPU."
         )
     if formats == (E5M2, E5M2):
-        return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Make one of them e4m3."
+        return "has no GEMM: tensor cores multiply e4m3 by e4m3 or by e5m2. Use e4m3 for at least one operand."
     return None
 
 
@@ -279,15 +276,15 @@ def why_not(product: str, problem: GemmProblem) -> str | None:
         where = tuple(dict.fromkeys(each for gate in given.gates for each in gate.capabilities))
         needed = f"{given.needs} compute capability {_names(where)}"
         if problem.target.hip is not None:
-            needed = "has no GEMM of groups on AMD GPUs"
+            needed = "has no grouped GEMM on AMD GPUs"
             if not given.is_grouped:
-                needed = "has no GEMM here on AMD GPUs, which have those with scales of tensors and of rows"
+                needed = "has no GEMM here on AMD GPUs, which only support tensorwise and rowwise scales"
         lacking = gates[0].lacks(problem.target.build) if gates else needed
         return f"{lacking}. {advice(problem.target, is_grouped=given.is_grouped)}"
     typed = [gate for gate in built if problem.out_dtype in gate.out_dtypes]
     if not typed:
         only = " or ".join(f"{dtype}".removeprefix("torch.") for dtype in built[0].out_dtypes)
-        return f"gives {only} only, and {problem.out_dtype} is asked for. Cast x and weight."
+        return f"only supports an output in {only}, got {problem.out_dtype}. Cast x and weight."
     if all(gate.b_is_e4m3 for gate in typed) and problem.b.gemm_format() != E4M3:
-        return "has a GEMM for e4m3 codes on the right only."
+        return "has a GEMM only if the second operand is e4m3."
     return None

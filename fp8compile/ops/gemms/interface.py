@@ -17,13 +17,13 @@ __all__ = ["Gemm", "GemmKernel", "GemmProblem"]
 
 @dataclass(frozen=True, kw_only=True)
 class GemmProblem:
-    """Describes a product (m, k) by (k, n) without its tensors, to choose the GEMM for it.
+    """Describes a GEMM of (m, k) and (k, n) without its tensors, to select the kernel.
 
     Attributes:
         a: Quantizer of the left operand, over (m, k).
         b: Quantizer of the right operand, over (k, n).
-        target: The device on which the product will run.
-        out_dtype: Dtype of the product.
+        target: The device on which the GEMM will run.
+        out_dtype: Dtype of the result.
         config: Options of the GEMM, such as emulation.
     """
 
@@ -61,10 +61,10 @@ class GemmKernel(Gemm):
     """One way to multiply quantized matrices.
 
     Attributes:
-        multiply: ``(a, b, out_dtype, config) -> Tensor``: the product of nonempty operands (m, k) and (k, n), in
-            ``out_dtype``, contiguous. Plain PyTorch: eager mode runs it and Inductor traces it.
+        multiply: ``(a, b, out_dtype, config) -> Tensor``: multiplies nonempty operands (m, k) and (k, n) to a
+            contiguous tensor of ``out_dtype``. Plain PyTorch: eager mode runs it and Inductor traces it.
         rounds_in_call: Whether the operator itself rounds to ``out_dtype``. If not, compiled code rounds explicitly,
-            because Inductor drops the rounding of a value that it fuses with its reader.
+            because Inductor omits the rounding of a value that it fuses into its consumer.
     """
 
     multiply: Callable[[Quantized, Quantized, torch.dtype, GemmConfig], Tensor]

@@ -25,9 +25,9 @@ NO_EMULATION = GemmConfig()
 def _selected(a: Quantizer, b: Quantizer, target: Target, out_dtype: torch.dtype, config: GemmConfig) -> GemmKernel:
     if gemm_kind(a.block, b.block) is None:
         raise ValueError(
-            f"scaled_mm: operand a has block {a.block} over (m, k), operand b {b.block} over (k, n); no GEMM can undo "
-            "such scales. Tensorwise takes (-1, -1) by (-1, -1), rowwise (1, -1) by (-1, 1), blockwise (1, n) or "
-            "(n, n) by (n, 1) or (n, n). Choose quantizers as the recipes of fp8compile.recipes do."
+            f"scaled_mm: operand a has block {a.block} over (m, k) and operand b has block {b.block} over (k, n), but "
+            "no GEMM supports such scales. Tensorwise is (-1, -1) by (-1, -1), rowwise (1, -1) by (-1, 1), blockwise "
+            "(1, n) or (n, n) by (n, 1) or (n, n). Choose quantizers as the recipes in fp8compile.recipes do."
         )
     return gemm_for(GemmProblem(a=a, b=b, target=target, out_dtype=out_dtype, config=config))
 

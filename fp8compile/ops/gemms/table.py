@@ -75,8 +75,8 @@ def first_running(
     if first is None:
         raise _refused(function, problem, next(iter(reasons.values())))
     if first[0].name in registered and len(first) > 1:
-        names = " and of ".join(gemm.name for gemm in first)
-        reason = f"are operands of {names}; let `takes` of all but one return False for them."
+        names = " and ".join(gemm.name for gemm in first)
+        reason = f"are supported by several GEMMs, {names}. Let `takes` of all but one return False for them."
         raise _refused(function, problem, reason)
     return first[0]
 

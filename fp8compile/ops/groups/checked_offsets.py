@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from fp8compile._compat import assert_on_device
+from fp8compile._compat import OpOverload, assert_on_device
+from fp8compile.ops import samples
 from fp8compile.ops.groups.padding import sizes_of_groups
-from fp8compile.ops.groups.scaled_grouped_mm import sample_offsets
 from fp8compile.ops.registry import register_op
 
 __all__ = ["checked_offsets"]
 
-RULE = "offsets are the ends of the groups: from 0, never falling, at most the number of rows of x"
+RULE = "offsets must be the end of each group: never negative or decreasing, and at most the rows of x"
 
 
 def _kernel(offsets: Tensor, rows: int) -> Tensor:
@@ -29,7 +28,7 @@ def _kernel(offsets: Tensor, rows: int) -> Tensor:
         assert_on_device(is_right, f"grouped_linear: {RULE}.")
     elif not is_right:
         shown = ", ".join(map(str, offsets[:16].tolist())) + (", ..." if offsets.shape[0] > 16 else "")
-        raise ValueError(f"grouped_linear: offsets are ({shown}) and x has {rows} rows; {RULE}.")
+        raise ValueError(f"grouped_linear: `offsets` are ({shown}), but x has {rows} rows; {RULE}.")
     return offsets.clone()
 
 
@@ -43,7 +42,7 @@ def _fake(offsets: Tensor, rows: int) -> Tensor:
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    for offsets in sample_offsets():
+    for offsets in samples.offsets_of_groups():
         yield offsets, 12
     yield torch.empty(0, dtype=torch.int32), 12
     yield torch.arange(8, dtype=torch.int32)[::2], 12

@@ -14,10 +14,10 @@ from fp8compile.ops.groups.padding import group_of_rows
 __all__ = ["OF_BACKWARD", "ON_GPU", "masks_of_groups"]
 
 OF_BACKWARD = (
-    "it is a step of a backward, along the tokens of each group, and a program does not know how many they are. "
-    "Export the forward alone, under torch.no_grad()"
+    "it is part of a backward and sums over the tokens of each group, whose number an exported program does not "
+    "know. Export only the forward, under torch.no_grad()"
 )
-ON_GPU = "it is a kernel of this package for groups of rows on a GPU. Export the model on a CPU"
+ON_GPU = "it is a GPU kernel of this package for groups of rows. Export the model on a CPU"
 
 
 def masks_of_groups(offsets: Tensor, rows: int) -> Iterator[Tensor]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from fp8compile.ops.groups.padding import group_to_read, padded_offsets, sizes_of_groups
-from fp8compile.scale_layouts import TILE_ROWS, untiled
+from fp8compile.quantizers.hadamard import GROUP
+from fp8compile.scale_layouts import TILE_ROWS, places_in_tiles, untiled
 
-__all__ = ["scales_of_rows", "tile_columns", "tile_ends", "tile_spans"]
+__all__ = ["scales_of_rows", "scales_of_tokens", "tile_columns", "tile_ends", "tile_spans"]
 
 
 def tile_columns(rows: int, groups: int) -> int:
@@ -55,3 +56,19 @@ def scales_of_rows(tiles: Tensor, offsets: Tensor, rows: int, blocks: int) -> Te
     row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
     place = (first_place + row - first_row).clamp(max=tiles.shape[0] - 1)
     return untiled(tiles.flatten(), tiles.shape[0], blocks)[place]
+
+
+def scales_of_tokens(tiles: Tensor, offsets: Tensor, shape: torch.Size) -> Tensor:
+    """Return the scales of blocks of 16 tokens, (blocks, features), from the tiles of all groups.
+
+    ``shape`` is (padded tokens, features). Blocks after the last group get arbitrary scales.
+    """
+    ends, (columns, features) = tile_ends(offsets) // GROUP, shape
+    block = torch.arange(columns // GROUP, dtype=torch.int32, device=offsets.device)
+    group = torch.searchsorted(ends, block, right=True).clamp(max=offsets.shape[0] - 1)
+    first, blocks = torch.cat((ends.new_zeros(1), ends))[group], sizes_of_groups(ends)[group]
+    feature = torch.arange(features, device=offsets.device)
+    place = first.unsqueeze(1) * tiles.shape[0] + places_in_tiles(
+        feature, (block - first).unsqueeze(1), blocks.unsqueeze(1)
+    )
+    return tiles.flatten()[place.clamp(max=tiles.numel() - 1)]

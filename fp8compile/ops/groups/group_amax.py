@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.ops.amax import empty_grid
 from fp8compile.ops.groups.export_masks import masks_of_groups
 from fp8compile.ops.groups.kernel_support import check_has_kernel
@@ -20,7 +20,6 @@ from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.target import target_of
 
 __all__ = ["group_amax"]
 
@@ -38,17 +37,11 @@ def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
     return torch.cat([PYTHON_OF_STEPS.amax(torch.where(own, x, 0), quantizer) for own in masks])
 
 
-def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> Tensor:
-    if target_of(x.device).type == "cpu":
-        return _group_by_group(x, offsets, quantizer)
-    check_has_kernel("group_amax", quantizer)
-    found = _fake(x, offsets, quantizer).zero_()
-    if x.numel():
-        from fp8compile.kernels.group_amax_and_cast import amax_of_groups
+def _launch(results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, quantizer: Any) -> Any:
+    from fp8compile.kernels.group_amax_and_cast import amax_of_groups
 
-        current: Any = quantizer  # CurrentScaling
-        amax_of_groups(x, offsets.contiguous(), current, found)
-    return found
+    check_has_kernel("group_amax", quantizer)
+    return amax_of_groups(x, offsets, quantizer, *results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -58,5 +51,5 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 
 group_amax: OpOverload = register_group_op(
-    "fp8compile::group_amax", _kernel, fake=_fake, portable=_portable, samples=_samples
+    "fp8compile::group_amax", _group_by_group, fake=_fake, portable=_portable, samples=_samples, launch=_launch
 )

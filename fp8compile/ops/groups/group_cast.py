@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.ops.cast import empty_codes
-from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
 from fp8compile.ops.groups.export_masks import OF_BACKWARD
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_support import check_has_kernel
@@ -22,9 +21,8 @@ from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.target import target_of
 
-__all__ = ["group_cast", "group_cast_counted"]
+__all__ = ["group_cast"]
 
 
 def _fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
@@ -39,38 +37,11 @@ def _group_by_group(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Q
     return codes
 
 
-def _launched(
-    x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer, counts: Tensor | None = None
-) -> Tensor:
+def _launch(results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Any) -> Any:
+    from fp8compile.kernels.group_amax_and_cast import cast_groups
+
     check_has_kernel("group_cast", quantizer)
-    codes = _fake(x, offsets, multiplier, quantizer)
-    if codes.numel():
-        from fp8compile.kernels.group_amax_and_cast import cast_groups
-
-        current: Any = quantizer  # CurrentScaling
-        cast_groups(x, offsets.contiguous(), multiplier, current, alignment(quantizer), codes, counts)
-    return codes
-
-
-def _kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> Tensor:
-    how = x, offsets, multiplier, quantizer
-    return _group_by_group(*how) if target_of(x.device).type == "cpu" else _launched(*how)
-
-
-# ---------------------------------------------------------------------------------- with counts
-
-
-def _counted_fake(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    return _fake(x, offsets, multiplier, quantizer), no_counts_of_groups(offsets, 1)
-
-
-def _counted_kernel(x: Tensor, offsets: Tensor, multiplier: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Run `group_cast` and count statistics of E groups, (1, 3, E) (`fp8compile.ops.counting_kernels`)."""
-    how = x, offsets, multiplier, quantizer
-    if target_of(x.device).type == "cpu":
-        return _group_by_group(*how), counts_of_groups(x, offsets, (quantizer,), multiplier)
-    counts = no_counts_of_groups(offsets, 1)
-    return _launched(*how, counts), counts
+    return cast_groups(x, offsets, multiplier, quantizer, alignment(quantizer), *results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -85,8 +56,11 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 
 group_cast: OpOverload = register_group_op(
-    "fp8compile::group_cast", _kernel, fake=_fake, portable=OF_BACKWARD, samples=_samples
-)
-group_cast_counted: OpOverload = register_group_op(
-    "fp8compile::group_cast_counted", _counted_kernel, fake=_counted_fake, portable=OF_BACKWARD, samples=_samples
+    "fp8compile::group_cast",
+    _group_by_group,
+    fake=_fake,
+    portable=OF_BACKWARD,
+    samples=_samples,
+    launch=_launch,
+    strided=(0, 2),
 )

@@ -1,7 +1,7 @@
 """fp8compile::group_outer_amaxes: the amax of each group of tokens, for the outer scales of four-bit codes.
 
-A transform of the quantizer is applied before the amax. On a GPU the op is one Triton kernel, into which Inductor can
-fuse the computation of the tokens. `group_quantize_two_levels` reads the tokens again.
+A transform of the quantizer is applied before the amax. On a GPU the op is one Triton kernel.
+`group_quantize_two_levels` reads the tokens again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from fp8compile.inductor import TileLaunch
+from fp8compile._compat import OpOverload, guard_or_false
 from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.padding import spans
 from fp8compile.ops.groups.register_group_op import register_group_op
@@ -22,7 +21,6 @@ from fp8compile.ops.outer_amaxes import outer_amax_of_values
 from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
-from fp8compile.target import target_of
 
 __all__ = ["check_directions", "group_outer_amaxes", "is_two_level_pair", "quantizers_of", "two_level_samples"]
 
@@ -55,10 +53,10 @@ def check_directions(op: str, rows: Quantizer, columns: Quantizer, directions: s
     }
     if not allowed.get(directions):
         raise ValueError(
-            f"fp8compile::{op}: quantizers are {rows!r} and {columns!r} for directions "
-            f"{directions!r}. It is 'rows', 'tokens' or 'both', of a TwoLevelScaling with block (1, 16) and no "
-            "transform along rows, one with block (16, 1) along tokens, and for both at once with the same rule of "
-            "scales. Choose them as fp8compile.recipes.nvfp4() does."
+            f"fp8compile::{op}: quantizers are {rows!r} and {columns!r} for directions {directions!r}. Directions "
+            "must be 'rows', 'tokens' or 'both'. The quantizer along rows must be a TwoLevelScaling with block (1, "
+            "16) and no transform, the one along tokens must have block (16, 1), and for both they must have the "
+            "same scale rule. Choose them as fp8compile.recipes.nvfp4() does."
         )
 
 
@@ -67,12 +65,14 @@ def _fake(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, direc
     return x.new_empty((2, offsets.shape[0]), dtype=torch.float32)
 
 
-def _launch(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> TileLaunch | None:
-    if not x.numel() or not offsets.shape[0]:
+def _launch(
+    results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str
+) -> Any:
+    if guard_or_false(x.numel() == 0) or not offsets.shape[0]:
         return None
     from fp8compile.kernels.group_quantize_two_levels import amaxes_of_groups
 
-    return amaxes_of_groups(x, offsets, *quantizers_of(rows, columns, directions))
+    return amaxes_of_groups(x, offsets, *quantizers_of(rows, columns, directions), *results)
 
 
 def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple[Any, Any]:
@@ -80,17 +80,12 @@ def quantizers_of(rows: Quantizer, columns: Quantizer, directions: str) -> tuple
     return rows if directions != "tokens" else None, columns if directions != "rows" else None
 
 
-def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
+def _group_by_group(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str) -> Tensor:
     """Compute two amaxes of each of E groups, (2, E) float32: [0] for blocks along rows, [1] for blocks along tokens.
 
     ``directions`` is ``"rows"``, ``"tokens"`` or ``"both"``; amaxes that it leaves out are 0.
     """
     amaxes = torch.zeros_like(_fake(x, offsets, rows, columns, directions))
-    if target_of(x.device).type != "cpu":
-        launch = _launch(x, offsets, rows, columns, directions)
-        if launch is not None:
-            launch(x, offsets.contiguous(), amaxes)
-        return amaxes
     for own, quantizer in zip(amaxes, quantizers_of(rows, columns, directions), strict=True):
         for group, (tokens_of_group, _) in enumerate(spans(offsets, 1) if quantizer else ()):
             own[group : group + 1] = outer_amax_of_values(x[tokens_of_group], quantizer.unpacked())
@@ -108,5 +103,10 @@ def two_level_samples() -> Iterator[tuple[Any, ...]]:
 
 
 group_outer_amaxes: OpOverload = register_group_op(
-    "fp8compile::group_outer_amaxes", _kernel, fake=_fake, portable=ON_GPU, samples=two_level_samples, launch=_launch
+    "fp8compile::group_outer_amaxes",
+    _group_by_group,
+    fake=_fake,
+    portable=ON_GPU,
+    samples=two_level_samples,
+    launch=_launch,
 )

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.export_masks import OF_BACKWARD
 from fp8compile.ops.groups.kernel_support import check_has_kernel
@@ -24,7 +24,6 @@ from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.target import target_of
 
 __all__ = ["empty_outputs", "group_quantize"]
 
@@ -52,17 +51,11 @@ def _group_by_group(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[T
     return codes, scales
 
 
-def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    if target_of(x.device).type == "cpu":
-        return _group_by_group(x, offsets, quantizer)
-    check_has_kernel("group_quantize", quantizer)
-    codes, scales = empty_outputs(x, offsets, quantizer)
-    if codes.numel():
-        from fp8compile.kernels.group_amax_and_cast import quantize_groups
+def _launch(results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, quantizer: Any) -> Any:
+    from fp8compile.kernels.group_amax_and_cast import quantize_groups
 
-        current: Any = quantizer  # CurrentScaling
-        quantize_groups(x, offsets.contiguous(), current, alignment(quantizer), codes, scales)
-    return codes, scales
+    check_has_kernel("group_quantize", quantizer)
+    return quantize_groups(x, offsets, quantizer, alignment(quantizer), *results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -72,5 +65,10 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 
 group_quantize: OpOverload = register_group_op(
-    "fp8compile::group_quantize", _kernel, fake=empty_outputs, portable=OF_BACKWARD, samples=_samples
+    "fp8compile::group_quantize",
+    _group_by_group,
+    fake=empty_outputs,
+    portable=OF_BACKWARD,
+    samples=_samples,
+    launch=_launch,
 )

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from fp8compile import inductor
-from fp8compile.inductor import TileLaunch
-from fp8compile.ops.counting_kernels import counts_of_groups, no_counts_of_groups
+from fp8compile._compat import OpOverload
 from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_support import has_group_kernel
@@ -24,9 +22,8 @@ from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
 from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
-from fp8compile.target import target_of
 
-__all__ = ["ROWS_ONCE", "group_quantize_rows", "group_quantize_rows_counted", "is_row_pair"]
+__all__ = ["QUANTIZE_ROWS", "group_quantize_rows", "is_row_pair"]
 
 
 def is_row_pair(rows: Quantizer | None, columns: Any, width: int) -> bool:
@@ -47,47 +44,16 @@ def _step_by_step(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantize
     return PYTHON_OF_STEPS.cast(x, multiplier, rows), scale, group_amax(x, offsets, columns)
 
 
-def _launch(x: Tensor, offsets: Tensor, rows: Any, *, counts: bool = False) -> TileLaunch:
+def _launch(results: Any, x: Tensor, offsets: Tensor, rows: Any, columns: Quantizer) -> Any:
     from fp8compile.kernels.group_quantize_rows import rows_of_groups
 
-    return rows_of_groups(x, offsets, rows, counts=counts)
-
-
-def _launched(
-    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, *counts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
     if not is_row_pair(rows, columns, x.shape[1]):
         raise ValueError(
-            f"fp8compile::group_quantize_rows: quantizers are {rows!r} and {columns!r}, x is {x.shape[1]} wide; on a "
-            f"GPU they are CurrentScaling with rounding='nearest' and blocks {ROWS} and {COLUMNS}, and x is at most "
-            "16384 wide. Quantize rows and take amaxes of groups by two calls."
+            f"fp8compile::group_quantize_rows: quantizers are {rows!r} and {columns!r}, and x has {x.shape[1]} "
+            f"columns; on a GPU they must be CurrentScaling with rounding='nearest' and blocks {ROWS} and {COLUMNS}, "
+            "and x must have at most 16384 columns. Quantize rows and compute amaxes of groups with two calls."
         )
-    codes, scale, amax = outputs = _fake(x, offsets, rows, columns)
-    amax.zero_()
-    if x.numel():
-        _launch(x, offsets, rows, counts=bool(counts))(x, offsets.contiguous(), codes, scale, amax, *counts)
-    return outputs
-
-
-def _kernel(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
-    how = x, offsets, rows, columns
-    return _step_by_step(*how) if target_of(x.device).type == "cpu" else _launched(*how)
-
-
-def _counted_fake(
-    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_fake(x, offsets, rows, columns), no_counts_of_groups(offsets, 1)
-
-
-def _counted_kernel(
-    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run `group_quantize_rows` and count statistics of E groups, (1, 3, E) (`fp8compile.ops.counting_kernels`)."""
-    if target_of(x.device).type == "cpu":
-        return *_step_by_step(x, offsets, rows, columns), counts_of_groups(x, offsets, (rows,))
-    counts = no_counts_of_groups(offsets, 1)
-    return *_launched(x, offsets, rows, columns, counts), counts
+    return rows_of_groups(x, offsets, rows, results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -97,26 +63,10 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield x, offsets, line, CurrentScaling(block=COLUMNS, format="e5m2")
 
 
-def _launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
-    return _launch(x, offsets, rows) if is_row_pair(rows, columns, x.shape[1]) else None
-
-
 group_quantize_rows: OpOverload = register_group_op(
-    "fp8compile::group_quantize_rows", _kernel, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch_in_graph
+    "fp8compile::group_quantize_rows", _step_by_step, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch
 )
 
 
-def _counted_launch_in_graph(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer) -> TileLaunch | None:
-    return _launch(x, offsets, rows, counts=True) if is_row_pair(rows, columns, x.shape[1]) else None
-
-
-group_quantize_rows_counted: OpOverload = register_group_op(
-    "fp8compile::group_quantize_rows_counted",
-    _counted_kernel,
-    fake=_counted_fake,
-    portable=ON_GPU,
-    samples=_samples,
-    launch=_counted_launch_in_graph,
-)
-ROWS_ONCE = inductor.once_with_more(group_quantize_rows, group_quantize_rows_counted)
-"""The op without counts (False) and with counts (True); in a graph, calls with equal arguments are one call."""
+QUANTIZE_ROWS = inductor.once_a_graph(group_quantize_rows)
+"""The op; in a graph, calls with equal arguments are one call."""

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.nn.functional import pad
 
 from fp8compile import inductor
+from fp8compile._compat import OpOverload, guard_or_false
 from fp8compile.formats import pack
-from fp8compile.ops.counting_kernels import no_counts_of_groups
 from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.four_bit_tiles import tile_columns, tile_spans
 from fp8compile.ops.groups.group_outer_amaxes import (
@@ -29,13 +28,12 @@ from fp8compile.ops.groups.group_outer_amaxes import (
     two_level_samples,
 )
 from fp8compile.ops.groups.register_group_op import register_group_op
-from fp8compile.ops.quantize_two_levels import by_outer_amax, counts_of_direction
+from fp8compile.ops.quantize_two_levels import by_outer_amax
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.hadamard import GROUP
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, tiled
-from fp8compile.target import target_of
 
-__all__ = ["group_quantize_two_levels", "group_quantize_two_levels_counted", "quantize_groups_in_two_levels"]
+__all__ = ["group_quantize_two_levels", "quantize_groups_in_two_levels"]
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 ROW_BYTES = 16  # a row of codes is a multiple of this many bytes
@@ -98,7 +96,12 @@ def _along_tokens(
 
 def _group_by_group(
     x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
-) -> Outputs:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return four-bit codes, scales in 128 x 4 tiles and outer scales along rows, then the same three along tokens.
+
+    ``amaxes`` is the result of `group_outer_amaxes`. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``; the
+    three results of an excluded direction are empty. Rows after the last group are not read.
+    """
     outputs = _empty_outputs(x, offsets, amaxes, rows, columns, directions)
     for each in outputs:
         each.zero_()
@@ -109,80 +112,15 @@ def _group_by_group(
     return outputs
 
 
-def _words(codes: Tensor) -> Tensor:
-    """View packed four-bit codes as int64 with sixteen codes each, which is how the kernel writes them."""
-    return codes.view(torch.int64) if codes.numel() else codes
-
-
-def _launched(
-    x: Tensor,
-    offsets: Tensor,
-    amaxes: Tensor,
-    rows: Quantizer,
-    columns: Quantizer,
+def _launch(
+    results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer,
     directions: str,
-    counts: Tensor | None = None,
-) -> Outputs:
-    outputs = _empty_outputs(x, offsets, amaxes, rows, columns, directions)
-    if not offsets.shape[0] or not x.shape[1]:
-        for each in outputs:
-            each.zero_()
-        return outputs
+) -> Any:  # fmt: skip
+    if not offsets.shape[0] or guard_or_false(x.shape[1] == 0):
+        return None
     from fp8compile.kernels.group_quantize_two_levels import codes_of_groups
 
-    codes, scale, outer, column_codes, *others = outputs
-    contiguous = _words(codes), scale, outer, _words(column_codes), *others
-    wanted = quantizers_of(rows, columns, directions)
-    codes_of_groups(x, offsets.contiguous(), amaxes.contiguous(), *wanted, contiguous, counts)
-    return outputs
-
-
-def _kernel(
-    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return four-bit codes, scales in 128 x 4 tiles and outer scales along rows, then the same three along tokens.
-
-    ``amaxes`` is the result of `group_outer_amaxes`. ``directions`` is ``"both"``, ``"rows"`` or ``"tokens"``; the
-    three results of an excluded direction are empty. Rows after the last group are not read.
-    """
-    how = x, offsets, amaxes, rows, columns, directions
-    return _group_by_group(*how) if target_of(x.device).type == "cpu" else _launched(*how)
-
-
-# ---------------------------------------------------------------------------------- with counts
-
-
-def _counted_fake(
-    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    outputs = _empty_outputs(x, offsets, amaxes, rows, columns, directions)
-    return *outputs, no_counts_of_groups(offsets, 2)
-
-
-def _counts(
-    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
-) -> Tensor:
-    """Compute the statistics of E groups on a CPU, int64 (2, 3, E): along rows, then along tokens."""
-    counts = no_counts_of_groups(offsets, 2)
-    for group, (own, _) in enumerate(tile_spans(offsets)):
-        tokens = x[own]
-        filled = pad(tokens, (0, 0, 0, -len(tokens) % GROUP)) if columns.transform() else tokens
-        for direction, (values, quantizer) in enumerate(((tokens, rows), (filled, columns))):
-            if directions in ("both", ("rows", "tokens")[direction]):
-                found = _quantized(values, amaxes[direction, group : group + 1], quantizer)
-                counts[direction, :, group] = counts_of_direction(values, found, quantizer.unpacked() or quantizer)
-    return counts
-
-
-def _counted_kernel(
-    x: Tensor, offsets: Tensor, amaxes: Tensor, rows: Quantizer, columns: Quantizer, directions: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `group_quantize_two_levels` and count statistics of E groups (`fp8compile.ops.counting_kernels`)."""
-    how = x, offsets, amaxes, rows, columns, directions
-    if target_of(x.device).type == "cpu":
-        return *_group_by_group(*how), _counts(*how)
-    counts = no_counts_of_groups(offsets, 2)
-    return *_launched(*how, counts), counts
+    return codes_of_groups(x, offsets, amaxes, *quantizers_of(rows, columns, directions), results)
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
@@ -191,28 +129,26 @@ def _samples() -> Iterator[tuple[Any, ...]]:
 
 
 group_quantize_two_levels: OpOverload = register_group_op(
-    "fp8compile::group_quantize_two_levels", _kernel, fake=_empty_outputs, portable=ON_GPU, samples=_samples
-)
-
-
-group_quantize_two_levels_counted: OpOverload = register_group_op(
-    "fp8compile::group_quantize_two_levels_counted",
-    _counted_kernel,
-    fake=_counted_fake,
+    "fp8compile::group_quantize_two_levels",
+    _group_by_group,
+    fake=_empty_outputs,
     portable=ON_GPU,
     samples=_samples,
+    launch=_launch,
 )
+
+
 _OUTER_AMAXES = inductor.once_a_graph(group_outer_amaxes)
-_CODES = inductor.once_with_more(group_quantize_two_levels, group_quantize_two_levels_counted)
+_CODES = inductor.once_a_graph(group_quantize_two_levels)
 
 
 def quantize_groups_in_two_levels(
-    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str, *, counts: bool = False
+    x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quantizer, directions: str
 ) -> tuple[Tensor, ...]:
-    """Run `group_outer_amaxes`, then `group_quantize_two_levels`; with ``counts``, also return statistics of groups.
+    """Run `group_outer_amaxes`, then `group_quantize_two_levels`.
 
     The forward and the backward of a graph share one call.
     """
     amaxes = _OUTER_AMAXES(x, offsets, rows, columns, directions)
-    found: tuple[Tensor, ...] = _CODES[counts](x, offsets, amaxes, rows, columns, directions)
+    found: tuple[Tensor, ...] = _CODES(x, offsets, amaxes, rows, columns, directions)
     return found

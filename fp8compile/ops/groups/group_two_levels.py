@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.ops.groups.export_masks import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.group_quantize import empty_outputs
 from fp8compile.ops.groups.padding import alignment, group_to_read, spans, zero_behind
@@ -28,9 +28,8 @@ from fp8compile.target import target_of
 __all__ = ["NO_GROUPS_OF_TWO_LEVELS", "group_two_levels", "token_columns"]
 
 NO_GROUPS_OF_TWO_LEVELS = (
-    "has two levels of scales, and no grouped product on a GPU: those multiply codes of fp8compile.TwoLevelScaling. "
-    "Give experts another recipe, such as fp8compile.recipes.nvfp4(), or multiply group by group with "
-    "fp8compile.linear."
+    "has two levels of scales, for which grouped GEMMs on a GPU only support fp8compile.TwoLevelScaling. Use "
+    "another recipe for experts, such as fp8compile.recipes.nvfp4(), or call fp8compile.linear for each group."
 )
 
 
@@ -79,8 +78,8 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
 def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize all groups at once in exported programs, which can't read sizes of groups on the host."""
     if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
-        why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling that rounds to nearest"
-        raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be taken apart: {why}.")
+        why = OF_BACKWARD if along_tokens else f"{quantizer!r} is not a TwoLevelScaling with rounding to nearest"
+        raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be decomposed: {why}.")
     block = quantizer.block[0]
     amax = PYTHON_OF_STEPS.amax(x, quantizer)
     ends, rows = offsets // block, amax.shape[0]

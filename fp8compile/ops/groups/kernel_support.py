@@ -8,8 +8,8 @@ from fp8compile.quantizers import CurrentScaling, Quantizer
 
 __all__ = ["check_has_kernel", "has_block_kernel", "has_group_kernel"]
 
-PER_GROUP = "(-1, 1), a scale for each column of a group, or (-1, -1), one a group"
-PER_BLOCK = f"(n, 1), n a divisor of {LARGEST_BLOCK}"
+PER_GROUP = "(-1, 1), one scale per column of a group, or (-1, -1), one scale per group"
+PER_BLOCK = f"(n, 1), where n divides {LARGEST_BLOCK}"
 
 
 def _is_nearest(quantizer: Quantizer) -> bool:
@@ -32,7 +32,7 @@ def check_has_kernel(op: str, quantizer: Quantizer) -> None:
     is_blocks = op == "group_quantize"
     if not (has_block_kernel if is_blocks else has_group_kernel)(quantizer):
         raise ValueError(
-            f"fp8compile::{op}: quantizer is {quantizer!r}; on a GPU it is CurrentScaling with rounding='nearest' and "
-            f"block {PER_BLOCK if is_blocks else PER_GROUP}. Choose such a one for this slot of the recipe, or None, "
-            "which leaves the product in high precision."
+            f"fp8compile::{op}: the quantizer is {quantizer!r}; on a GPU it must be CurrentScaling with "
+            f"rounding='nearest' and block {PER_BLOCK if is_blocks else PER_GROUP}. Use such a quantizer in the "
+            "recipe, or None to leave the GEMM in high precision."
         )

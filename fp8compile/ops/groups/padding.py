@@ -76,12 +76,13 @@ def group_to_read(offsets: Tensor, rows: int) -> Tensor:
     return group_of_rows(offsets, rows).clamp(max=offsets.shape[0] - 1)
 
 
-def row_of_columns(offsets: Tensor, align: int, columns: int) -> tuple[Tensor, Tensor]:
+def row_of_columns(offsets: Tensor, align: int, columns: int, ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the row (-1 for padding) and the group of each column of transposed codes: two (columns,) int32.
 
-    Padding belongs to the group before it.
+    ``ends`` says where each group ends among the columns, if not at `padded_offsets`. Padding belongs to the group
+    before it.
     """
-    ends = padded_offsets(offsets, align)
+    ends = padded_offsets(offsets, align) if ends is None else ends
     column = torch.arange(columns, dtype=torch.int32, device=offsets.device)
     group = torch.searchsorted(ends, column, right=True, out_int32=True).clamp(max=offsets.shape[0] - 1)
     start = torch.cat((ends.new_zeros(1), ends))[group]

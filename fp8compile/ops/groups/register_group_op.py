@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fp8compile import inductor
-from fp8compile.inductor import TileLaunch
+from fp8compile._compat import OpOverload
+from fp8compile.ops.by_launch import by_launch
 from fp8compile.ops.registry import Samples, register_op
 
 __all__ = ["register_group_op"]
@@ -21,19 +20,22 @@ def register_group_op(
     fake: Callable[..., Any],
     portable: Callable[..., Any] | str,
     samples: Samples,
-    launch: Callable[..., TileLaunch | None] | None = None,
-) -> torch._ops.OpOverload:
+    launch: Callable[..., Any] | None = None,
+    strided: tuple[int, ...] = (0,),
+) -> OpOverload:
     """Register an operator over groups of rows: a kernel on a GPU, a loop over groups on a CPU.
 
-    The op stays one call in compiled code. It has no derivative and no sharding rule. With ``launch``, Inductor may
-    fuse the computation of the input into the kernel; ``launch`` returns the kernel's `TileLaunch`, or None. The other
-    arguments have the same meaning as in `register_op`.
+    With ``launch``, ``impl`` is the loop, otherwise it is for all devices; for ``launch`` and ``strided`` see
+    `fp8compile.ops.by_launch`. The op stays one node in compiled code. It has no derivative and no sharding rule. The
+    other arguments have the same meaning as in `register_op`.
     """
+    if launch is not None:
+        impl = by_launch(impl, fake=fake, launch=launch, strided=strided)
     op = register_op(
         name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None, samples=samples
     )
     if launch is None:
         inductor.register_fallback(op)
     else:
-        inductor.register_tile_kernel(op, launch)
+        inductor.register_launch(op, launch, strided=strided)
     return op

@@ -1,4 +1,4 @@
-"""Check that a recipe can quantize each group of tokens by itself, as layers with groups need."""
+"""Check that a recipe can quantize each group of tokens by itself, as `grouped_linear` and other layers need."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> None:
     if not allowed:
         raise ValueError(
-            f"grouped_linear: {slot} has block {quantizer.block}, and groups of tokens begin anywhere: it is {blocks}."
+            f"grouped_linear: {slot} has block {quantizer.block}, but groups of tokens can start at any row, so "
+            f"it must be {blocks}."
         )
 
 
@@ -23,8 +24,8 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
     """Raise a ValueError if the recipe can't quantize each group of tokens independently of other groups."""
     if recipe.history():
         raise ValueError(
-            "grouped_linear: the recipe has delayed scaling, which remembers one amax a tensor: groups would share a "
-            "scale, and one without tokens has no amax. Take a recipe with current scaling."
+            "grouped_linear: delayed scaling is not supported, because it keeps one amax per tensor: groups would "
+            "share a scale, and a group without tokens has no amax. Use a recipe with current scaling."
         )
     for gemm in GEMMS:
         for slot in (gemm.a, gemm.b):
@@ -35,14 +36,14 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
 def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> None:
     if quantizer.unpacked() is None:
         raise ValueError(
-            f"grouped_linear: {slot} packs codes of several values in a byte, by {quantizer!r}, and groups begin "
-            "anywhere. Let its unpacked() return a quantizer of the same codes, one a byte."
+            f"grouped_linear: {slot} stores several values per byte ({quantizer!r}), but groups can start at any "
+            "row. Let its unpacked() return a quantizer that stores the same values one per byte."
         )
     # with two levels of scales, noise depends on an element's place in its own group
     if getattr(quantizer, "rounding", "nearest") != "nearest" and not quantizer.has_outer_scale():
         raise ValueError(
-            f"grouped_linear: {slot} rounds stochastically, by noise of an element's place, which "
-            "depends on other groups. Take rounding='nearest'."
+            f"grouped_linear: {slot} uses stochastic rounding, whose noise depends on the position of an element "
+            "and so on other groups. Use rounding='nearest'."
         )
     rows, columns = quantizer.block
     if gemm is GRAD_WEIGHT:
@@ -60,7 +61,7 @@ def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
     given = [getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)]
     if any(quantizer is not None and quantizer.has_outer_scale() for quantizer in given):
         raise ValueError(
-            "grouped_linear: ranks share each expert's matrix, and the recipe has two levels of scales, whose outer "
-            "one would be of several ranks. Spread whole experts over ranks (expert parallel), or take a recipe with "
-            "one level, such as fp8compile.recipes.mxfp8()."
+            "grouped_linear: the matrix of each expert is sharded over ranks, but the recipe has two levels of "
+            "scales, whose global scale would span several ranks. Use expert parallelism, or a recipe with one "
+            "level of scales, such as fp8compile.recipes.mxfp8()."
         )

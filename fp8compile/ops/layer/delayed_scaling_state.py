@@ -66,12 +66,12 @@ def check_state(x: Tensor, amax_history: Tensor, multiplier: Tensor, recipe: Rec
         return
     rows, length = len(TENSORS), recipe.history()
     if not length:
-        raise ValueError("linear: state is given and the recipe has no delayed scaling. Leave it out.")
+        raise ValueError("linear: `state` was passed, but the recipe has no delayed scaling. Omit state.")
     for name, tensor, shape in (("amax_history", amax_history, (rows, length)), ("multiplier", multiplier, (rows,))):
         if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or tensor.device != x.device:
             raise ValueError(
-                f"linear: {name} of the state is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}; for this "
-                f"recipe and x it is {shape}, torch.float32, on {x.device}. Make it by "
+                f"linear: {name} of the state is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}; for "
+                f"this recipe and x it must be {shape}, torch.float32, on {x.device}. Create it with "
                 "fp8compile.DelayedState.initial(recipe, device=...)."
             )
 
@@ -97,10 +97,10 @@ def check_repeated_forward(ctx: Any, repeated: Tensor) -> None:
     if ctx.version == now or torch.equal(*map(_compat.replicated, (repeated, ctx.used))):
         return
     raise RuntimeError(
-        "Linear: activation checkpointing repeated this layer's forward by other scales, because "
-        "a backward updated its state in between: the layer is called twice in a step, or several forwards ran before "
-        "their backwards. Run torch.compile on the model with the checkpointing inside, which keeps the scales, or "
-        "let a policy of selective checkpointing keep fp8compile.ops.GEMM_OPS."
+        "Linear: activation checkpointing recomputed this layer's forward with different scales, because a "
+        "backward updated its state in between: the layer is called twice per step, or several forwards ran before "
+        "their backwards. Compile the model including the checkpointing, which keeps the scales, or use selective "
+        "checkpointing with a policy that saves fp8compile.ops.GEMM_OPS."
     )
 
 
@@ -126,8 +126,9 @@ def update_state(state: Sequence[Tensor], amaxes: Tensor, recipe: Recipe, *, ran
         if not torch._C._are_functorch_transforms_active():
             raise
         raise RuntimeError(
-            "linear: a backward writes to the state of delayed scaling, and torch.func (grad, vjp, jacrev, vmap) lets "
-            "nothing write to a tensor that its function was not given. Call backward() or torch.autograd.grad, or "
-            "convert by a recipe without a state, such as fp8compile.recipes.tensorwise(). For torch.func.grad alone, "
-            "make the buffers amax_history and multiplier arguments of the function too (functional_call)."
+            "linear: the backward updates the state of delayed scaling, but torch.func (grad, vjp, jacrev, vmap) "
+            "does not allow writes to tensors that are not arguments of its function. Call backward() or "
+            "torch.autograd.grad, or use a recipe without a state, such as fp8compile.recipes.tensorwise(). For "
+            "torch.func.grad only, you can instead make the buffers amax_history and multiplier arguments of the "
+            "function (functional_call)."
         ) from error

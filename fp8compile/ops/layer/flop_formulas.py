@@ -15,35 +15,32 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat
-from fp8compile.ops.groups.grouped_mm import grouped_mm
-from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
-from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
-from fp8compile.ops.layer.kept_input import features_of
-from fp8compile.ops.layer.layer_ops import LAYER_OPS, OPS_OF_LAYERS
-from fp8compile.ops.layer.register_layer import LayerOp
+from fp8compile.ops.gemms.grouped.grouped_blockwise_mm import grouped_blockwise_mm
+from fp8compile.ops.gemms.grouped.grouped_mm import grouped_mm
+from fp8compile.ops.gemms.grouped.grouped_nvfp4_mm import grouped_nvfp4_mm
+from fp8compile.ops.gemms.grouped.scaled_grouped_mm import scaled_grouped_mm
+from fp8compile.ops.gemms.scaled_mm import scaled_mm
+from fp8compile.ops.layer.gemm_ops import LAYER_OPS
+from fp8compile.ops.layer.layer_args import LayerArgs
+from fp8compile.ops.layer.layer_ops import TAIL
+from fp8compile.ops.layer.operands import OUTPUT
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
-from fp8compile.ops.scaled_mm import scaled_mm
 
 __all__ = ["FLOP_FORMULAS", "FOUR_BIT_PRODUCTS"]
 
 Shape = Sequence[int]
 
 
-def _formula(op: LayerOp) -> Callable[..., int]:
-    """Return a function for the FLOPs of a layer's op: 2 * tokens * in_features * out_features on this rank."""
+def _of_gradient(left: Shape, right: Shape, *args: Any, **__: Any) -> int:
+    """Return the FLOPs of a layer's gradient: 2 * tokens * in_features * out_features on this rank."""
+    layer = LayerArgs.of(*args[-TAIL:])
+    return 2 * prod((*layer.sharding.tokens(left[:-1], layer.sizes, all_ranks=True), left[-1], right[-1]))
 
-    def formula(*args: Any, **_: Any) -> int:
-        tensors, ends, place, last = op.split(args)
-        left, right = tensors[:2]
-        tokens = 2 * prod(place.tokens_multiplied(left))
-        if op.kind == "output":
-            return tokens * place.out_features(right, ends)
-        if op.kind == "grad_weight_of_codes":
-            layout = place.layouts(len(left), ends).input
-            return tokens * features_of(right, last.quantizer_read("input_for_grad_weight"), layout)
-        return tokens * right[-1]
 
-    return formula
+def _of_output(x: Shape, weight: Shape, *args: Any, **__: Any) -> int:
+    layer = LayerArgs.of(*args[-TAIL:])
+    out_features = layer.sharding.out_features(weight, layer.offs)
+    return 2 * prod((*layer.sharding.tokens(x[:-1], layer.sizes, all_ranks=True), x[-1], out_features))
 
 
 def _scaled_mm(a: Shape, b: Shape, *rest: Any, **__: Any) -> int:
@@ -67,10 +64,10 @@ def _grouped_in_high_precision(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
 
 
 FOUR_BIT_PRODUCTS = (nvfp4_mm, grouped_nvfp4_mm)
-FLOP_FORMULAS: dict[torch._ops.OpOverload, Callable[..., int]] = {
-    **{op: _formula(OPS_OF_LAYERS[op]) for op in LAYER_OPS},
+FLOP_FORMULAS: dict[_compat.OpOverload, Callable[..., int]] = {
+    **{op: _of_output if gemm is OUTPUT else _of_gradient for op, gemm in LAYER_OPS.items()},
     scaled_mm: _scaled_mm,
-    scaled_grouped_mm: _grouped,
+    **dict.fromkeys((scaled_grouped_mm, grouped_blockwise_mm), _grouped),
     **dict.fromkeys(FOUR_BIT_PRODUCTS, _in_pairs),
     grouped_mm: _grouped_in_high_precision,
 }

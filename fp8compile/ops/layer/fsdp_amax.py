@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.layer.fsdp_rows import Rows, placed_cuts, rows_cut
 from fp8compile.ops.layer.quantize_over_ranks import whole_amax
-from fp8compile.ops.layer.samples import linear_samples
+from fp8compile.ops.layer.samples import weight_samples
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
@@ -36,7 +36,7 @@ def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], sl
 
 
 def _samples() -> Iterator[tuple[Any, ...]]:
-    for index, (_, weight, _, recipe) in enumerate(linear_samples()):
+    for index, (weight, recipe) in enumerate(weight_samples()):
         own = weight.float()[: 0 if index % 5 == 4 else 40]
         own = own.t().contiguous().t() if index % 2 else own
         for slot in ("weight", "weight_for_grad_input"):

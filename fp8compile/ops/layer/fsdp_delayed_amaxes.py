@@ -1,6 +1,6 @@
 """fp8compile::fsdp_tokens and fsdp_amaxes_together: carry amaxes to the state of delayed scaling.
 
-    forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> fsdp_delayed_linear --> y
+    forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> delayed_linear ------> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
 A token is a tensor of zeros that nothing reads. Its gradient carries amaxes, which autograd collects from all layers
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.ops.collectives import all_reduce_amaxes, sent_in_backward
 from fp8compile.ops.layer.delayed_scaling_state import check_state, update_state
 from fp8compile.ops.layer.samples import delayed_samples
@@ -48,8 +48,9 @@ def _tokens_backward(ctx: Any, activations: Tensor | None, weight: Tensor | None
 
 
 def _tokens_samples() -> Iterator[tuple[Any, ...]]:
-    for x, _, _, amax_history, multiplier, _, recipe in delayed_samples():
-        yield x, amax_history, multiplier, recipe
+    for x, *_, amax_history, multiplier, _, _, _, _, _, recipe in delayed_samples():
+        if amax_history is not None:
+            yield x, amax_history, multiplier, recipe
 
 
 fsdp_tokens: OpOverload = register_op(

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fp8compile import _compat, inductor
+from fp8compile._compat import OpOverload
 from fp8compile.ops.collectives import all_gather, all_reduce, reduce_scatter
 from fp8compile.ops.layer.fsdp_rows import Rows
 from fp8compile.ops.registry import register_op

@@ -42,9 +42,9 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
     """Raise a ValueError if the shapes of codes and of their values differ: ranks can't shard or send packed codes."""
     if tuple(codes) != tuple(values):
         raise ValueError(
-            f"{quantizer!r} packs codes of several values in a byte, and the tensor, or one that it is multiplied by, "
-            "is spread over ranks, which it has no rule for. Let its unpacked() return a quantizer of the same codes, "
-            "one a byte, or quantize and multiply whole tensors with it."
+            f"{quantizer!r} stores several values per byte, which is not supported if this tensor or the other "
+            "operand is sharded over ranks. Let its unpacked() return a quantizer that stores the same values one "
+            "per byte, or use it only on full tensors."
         )
 
 
@@ -63,8 +63,9 @@ def gather(part: Part, index: int) -> Part:
             check_not_packed(part.quantizer, part.codes.shape, part.shape)
     elif cut.group is None:
         raise RuntimeError(
-            f"a layer's operand that is cut along dim {cut.dim} would have to be gathered, and its mesh has no "
-            "process groups: it only asks where results lie. Redistribute the operand before the layer."
+            f"an operand that is sharded along dim {cut.dim} would have to be all-gathered, but its mesh has no "
+            "process groups, because only the layout of the result was requested. Redistribute the operand before "
+            "the layer."
         )
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:
         return gather(gather(part, again), index)

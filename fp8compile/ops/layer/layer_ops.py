@@ -1,128 +1,219 @@
-"""The ops of linear layers: for each placement, which says what shard of each tensor is on this rank, one op per GEMM.
+"""The ops of linear layers: one op per GEMM. Everything else about a layer is an argument (`LayerArgs`).
 
-    linear                    all tensors are whole on this rank
-    shared_scale_linear       like linear, with a weight that shares its one scale with other weights
-    known_codes_linear        like linear, with a weight whose codes the layer keeps
-    delayed_linear            like linear, with the state of delayed scaling
-    sharded_linear            each rank of a group has a shard of the weight, and maybe of the tokens
-    fsdp_linear               FSDP shards the weight by rows, and ranks gather the rows as codes
-    fsdp_delayed_linear       like fsdp_linear, with delayed scaling
-    grouped_linear            multiplies each row by the matrix of its group, such as an expert's
-    known_codes_grouped_linear  like grouped_linear, with a weight whose codes the layer keeps
-    sharded_grouped_linear    each rank of a group has a shard of every matrix
-    fsdp_grouped_linear       each rank of FSDP has some of the matrices
+    linear       the output of a linear layer
+    grad_input   the gradient of the input of a linear layer
+    grad_weight  the gradient of the weight of a linear layer
 
-A new placement needs a class in `placements` and a line in this module.
+The arguments are operands first, then those that all ops share:
+
+    linear         (x, weight, bias, offs, known, sizes, sharding, recipe)
+    grad_input     (grad_output, weight, offs, known, sizes, sharding, recipe)
+    grad_weight    (grad_output, x, weight_dtype, offs, known, sizes, sharding, recipe)
 """
 
 from __future__ import annotations
 
-from torch._ops import OpOverload
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from fp8compile.ops.groups.grouped_mm import grouped_mm
-from fp8compile.ops.groups.scaled_grouped_mm import scaled_grouped_mm
-from fp8compile.ops.layer import delayed_scaling_placements, placements, samples
-from fp8compile.ops.layer.register_layer import LAYER_OPS, OPS_OF_LAYERS, Layer, register_layer
-from fp8compile.ops.scaled_mm import scaled_mm
-from fp8compile.quantizers import GEMMS
+import torch
+from torch import Tensor
 
-__all__ = ["GEMM_OPS", "LAYERS", "LAYER_OPS", "OPS_OF_LAYERS"]
+from fp8compile import _compat
+from fp8compile._compat import OpOverload
+from fp8compile.ops.layer import output_and_gradients as gemms
+from fp8compile.ops.layer import samples
+from fp8compile.ops.layer.known import Known
+from fp8compile.ops.layer.layer_args import LayerArgs, check_layer
+from fp8compile.ops.layer.layer_sharding import LayerSharding
+from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Phase
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import Gemm, Recipe
 
-LINEAR = register_layer("", placements.Whole, samples.linear_samples)
-GROUPED = register_layer("grouped_", placements.WholeGroups, samples.grouped_samples, ends=True)
-SHARED_SCALE = register_layer(
-    "shared_scale_",
-    placements.SharedScale,
-    samples.shared_scale_samples,
-    for_grad_weight=placements.Whole,
-    keep=LINEAR.keep,
-)
-KNOWN_CODES = register_layer(
-    "known_codes_",
-    placements.KnownCodes,
-    samples.known_codes_samples,
-    for_grad_input=placements.KnownForGradInput,
-    for_grad_weight=placements.Placement,
-    keep=LINEAR.keep,
-    observe=LINEAR.observe,
-)
-KNOWN_CODES_GROUPED = register_layer(
-    "known_codes_grouped_",
-    placements.KnownCodesOfGroups,
-    samples.known_codes_of_groups_samples,
-    for_grad_input=placements.KnownForGradInputOfGroups,
-    for_grad_weight=placements.WholeGroups,
-    ends=True,
-    keep=GROUPED.keep,
-    observe=GROUPED.observe,
-)
-DELAYED = register_layer(
-    "delayed_",
-    delayed_scaling_placements.Delayed,
-    samples.delayed_samples,
-    for_grad_input=delayed_scaling_placements.DelayedForGradient,
-    for_grad_weight=delayed_scaling_placements.DelayedForGradient,
-    keep=LINEAR.keep,
-)
-SHARDED = register_layer("sharded_", placements.CutOverGroup, samples.sharded_samples)
-SHARDED_GROUPED = register_layer(
-    "sharded_grouped_", placements.GroupsCutOverGroup, samples.sharded_grouped_samples, ends=True
-)
-FSDP = register_layer(
-    "fsdp_",
-    placements.RowsOverFsdp,
-    samples.fsdp_samples,
-    for_grad_input=placements.RowsOverFsdpForGradInput,
-    for_grad_weight=placements.RowsOverFsdpForGradWeight,
-    keep=LINEAR.keep,
-)
-FSDP_DELAYED = register_layer(
-    "fsdp_delayed_", delayed_scaling_placements.DelayedOverFsdp, samples.fsdp_delayed_samples, gradients=FSDP
-)
-FSDP_GROUPED = register_layer(
-    "fsdp_grouped_",
-    placements.GroupsOverFsdp,
-    samples.fsdp_grouped_samples,
-    for_grad_weight=placements.GroupsOverFsdpForGradWeight,
-    ends=True,
-    keep=GROUPED.keep,
-)
-LAYERS: tuple[Layer, ...] = (
-    LINEAR, SHARED_SCALE, KNOWN_CODES, DELAYED, SHARDED, FSDP, FSDP_DELAYED,
-    GROUPED, KNOWN_CODES_GROUPED, SHARDED_GROUPED, FSDP_GROUPED,
-)  # fmt: skip
+__all__ = [
+    "COMPUTE",
+    "TAIL",
+    "empty_output",
+    "grad_input",
+    "grad_weight",
+    "gradients",
+    "keep_operands",
+    "linear",
+    "register_layer_op",
+]
 
-# the names that fp8compile.ops exports
-linear: OpOverload = LINEAR.output
-grad_input: OpOverload = LINEAR.grad_input
-grad_weight: OpOverload = LINEAR.grad_weight
-kept_input: OpOverload = LINEAR.keep
-grad_weight_of_codes: OpOverload = LINEAR.grad_weight_of_codes
-shared_scale_linear: OpOverload = SHARED_SCALE.output
-known_codes_linear: OpOverload = KNOWN_CODES.output
-known_codes_grad_input: OpOverload = KNOWN_CODES.grad_input
-known_codes_grouped_linear: OpOverload = KNOWN_CODES_GROUPED.output
-known_codes_grouped_grad_input: OpOverload = KNOWN_CODES_GROUPED.grad_input
-delayed_linear: OpOverload = DELAYED.output
-delayed_grad_input: OpOverload = DELAYED.grad_input
-delayed_grad_weight: OpOverload = DELAYED.grad_weight
-sharded_linear: OpOverload = SHARDED.output
-sharded_grad_input: OpOverload = SHARDED.grad_input
-sharded_grad_weight: OpOverload = SHARDED.grad_weight
-fsdp_linear: OpOverload = FSDP.output
-fsdp_delayed_linear: OpOverload = FSDP_DELAYED.output
-fsdp_grad_input: OpOverload = FSDP.grad_input
-fsdp_grad_weight: OpOverload = FSDP.grad_weight
-grouped_linear: OpOverload = GROUPED.output
-grouped_grad_input: OpOverload = GROUPED.grad_input
-grouped_grad_weight: OpOverload = GROUPED.grad_weight
-sharded_grouped_linear: OpOverload = SHARDED_GROUPED.output
-sharded_grouped_grad_input: OpOverload = SHARDED_GROUPED.grad_input
-sharded_grouped_grad_weight: OpOverload = SHARDED_GROUPED.grad_weight
-fsdp_grouped_linear: OpOverload = FSDP_GROUPED.output
-fsdp_grouped_grad_input: OpOverload = FSDP_GROUPED.grad_input
-fsdp_grouped_grad_weight: OpOverload = FSDP_GROUPED.grad_weight
+TAIL = 5  # number of the last arguments, those of `LayerArgs`
+COMPUTE: dict[OpOverload, Callable[..., Any]] = {}  # of an op, from the phase, its operands, and `LayerArgs`
 
-# The ops that a policy of selective activation checkpointing names to keep the products: where a plain model calls
-# aten.mm, a converted model calls one of these ops, and never aten._scaled_mm.
-GEMM_OPS = (*(op for op, gemm in LAYER_OPS.items() if gemm is GEMMS[0]), scaled_mm, scaled_grouped_mm, grouped_mm)
+
+def register_layer_op(
+    name: str, gemm: Gemm, impl: Callable[..., Any], compute: Callable[..., Any], **others: Any
+) -> OpOverload:
+    """Register the op ``name``; ``compute`` takes the phase, the operands, and `LayerArgs`."""
+
+    def decompose(*args: Any) -> Any:
+        return compute(Phase.compiled(gemm), *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
+
+    # `fp8compile.parallel.dtensor_layer` handles DTensors
+    op = register_op(f"fp8compile::{name}", impl, decompose=decompose, sharding=None, **others)
+    COMPUTE[op] = compute
+    return op
+
+
+# ---------------------------------------------------------------------------------- gradients
+
+
+def _grad_input(
+    grad_output: Tensor,
+    weight: Tensor,
+    offs: Tensor | None,
+    known: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    sharding: LayerSharding,
+    recipe: Recipe,
+) -> Tensor:
+    return gemms.grad_input(Phase.EAGER, grad_output, weight, LayerArgs.of(offs, known, sizes, sharding, recipe))
+
+
+def _empty_grad_input(grad_output: Tensor, weight: Tensor, *tail: Any) -> Tensor:
+    args = LayerArgs.of(*tail)
+    check_layer(args, GRAD_INPUT)
+    sharding = args.sharding
+    tokens = sharding.tokens(grad_output.shape[:-1], args.sizes, all_ranks=not sharding.shards_out_features())
+    return grad_output.new_empty((*tokens, weight.shape[-1]))
+
+
+grad_input: OpOverload = register_layer_op(
+    "grad_input",
+    GRAD_INPUT,
+    _grad_input,
+    gemms.grad_input,
+    fake=_empty_grad_input,
+    backward=None,
+    samples=samples.grad_input_samples,
+)
+
+
+def _grad_weight(
+    grad_output: Tensor,
+    x: Tensor,
+    weight_dtype: torch.dtype,
+    offs: Tensor | None,
+    known: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    sharding: LayerSharding,
+    recipe: Recipe,
+) -> Tensor:
+    args = LayerArgs.of(offs, known, sizes, sharding, recipe)
+    return gemms.grad_weight(Phase.EAGER, grad_output, x, weight_dtype, args)
+
+
+def _empty_grad_weight(grad_output: Tensor, x: Tensor, dtype: torch.dtype, *tail: Any) -> Tensor:
+    args = LayerArgs.of(*tail)
+    check_layer(args, GRAD_WEIGHT)
+    return args.sharding.empty_grad_weight(grad_output, x.shape[-1], dtype, args.offs)
+
+
+grad_weight: OpOverload = register_layer_op(
+    "grad_weight",
+    GRAD_WEIGHT,
+    _grad_weight,
+    gemms.grad_weight,
+    fake=_empty_grad_weight,
+    backward=None,
+    samples=samples.grad_weight_samples,
+)
+
+
+def keep_operands(ctx: Any, inputs: Sequence[Any], *others: Tensor | None) -> None:
+    """Save what the gradients read: of x and weight those that a gradient needs, offs, what is known, and ``others``.
+
+    ``inputs`` are the arguments of an op for the output: x, weight and bias first, those of `LayerArgs` last.
+    """
+    x, weight, *_ = inputs
+    offs, known, *ctx.tail = inputs[-TAIL:]
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.placements, ctx.dtype, ctx.num_others = _compat.placement_of(x), weight.dtype, len(others)
+    for_grad_input = Known.last_set(known) if needs_x else ()
+    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offs, *others, *for_grad_input)
+
+
+def gradients(
+    ctx: Any, grad_output: Tensor, saved: Sequence[Any], multiplier: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of x, weight and bias that are needed, from what `keep_operands` saved.
+
+    ``multiplier`` are the multipliers (1 / scale) that the forward used, for delayed scaling.
+    """
+    x, weight, offs, *rest = saved
+    for_grad_input, for_grad_weight = rest[ctx.num_others :], []
+    if multiplier is not None:
+        for_grad_input = [*Known(*for_grad_input)._replace(multiplier=multiplier)]
+        for_grad_weight = [*Known(multiplier=multiplier)]
+    sizes, sharding, recipe = ctx.tail
+    recipe = gemms.for_gradients_of(recipe, x=weight is not None, weight=x is not None)
+    tail = sizes, sharding, recipe
+    of_x = of_weight = of_bias = None
+    if weight is not None:
+        of_x = grad_input(grad_output, weight, offs, for_grad_input, *tail)
+    if x is not None:
+        of_weight = grad_weight(grad_output, x, ctx.dtype, offs, for_grad_weight, *tail)
+    if ctx.needs_input_grad[2]:
+        of_bias = _compat.unwrapped(sharding).grad_bias(grad_output, offs, recipe)
+    return _compat.scattered_like(of_x, ctx.placements), of_weight, of_bias
+
+
+# ---------------------------------------------------------------------------------- the output
+
+
+def _linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    known: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    sharding: LayerSharding,
+    recipe: Recipe,
+) -> Tensor:
+    return gemms.output(Phase.EAGER, x, weight, bias, LayerArgs.of(offs, known, sizes, sharding, recipe))
+
+
+def empty_output(x: Tensor, weight: Tensor, args: LayerArgs) -> Tensor:
+    """Make an uninitialized tensor like the output."""
+    sharding = args.sharding
+    tokens = sharding.tokens(x.shape[:-1], args.sizes, all_ranks=sharding.shards_out_features())
+    return x.new_empty((*tokens, sharding.out_features(weight.shape, args.offs)))
+
+
+def _empty_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *tail: Any) -> Tensor:
+    args = LayerArgs.of(*tail)
+    check_layer(args, OUTPUT)
+    return empty_output(x, weight, args)
+
+
+def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    return *gradients(ctx, grad_output, ctx.saved_tensors), *(None,) * TAIL
+
+
+def _prepare(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[Any]:
+    """Raise if the weight's codes are out of date; with groups, drop a frozen weight's quantizers for grad_weight."""
+    *others, offs, known, sizes, sharding, recipe = args
+    if known and known[0] is not None:
+        gemms.check_unwritten(args[1])
+    if offs is None:  # layers without groups make these codes in the backward
+        return args
+    return *others, offs, known, sizes, sharding, gemms.for_trained_weight(recipe, is_trained=needs_input_grad[1])
+
+
+linear: OpOverload = register_layer_op(
+    "linear",
+    OUTPUT,
+    _linear,
+    gemms.output,
+    fake=_empty_linear,
+    samples=samples.linear_samples,
+    setup_context=lambda ctx, inputs, output: keep_operands(ctx, inputs),
+    backward=_backward,
+    prepare=_prepare,
+)

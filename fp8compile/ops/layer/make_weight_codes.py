@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from fp8compile._compat import OpOverload
 from fp8compile.layout.four_bit_packing import packed_dim, with_a_code_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
 from fp8compile.layout.shapes import codes_shape, scale_shapes
 from fp8compile.ops import samples
-from fp8compile.ops.layer.operands import WEIGHT_SLOTS, Operands, Phase, as_summed
+from fp8compile.ops.layer.operands import WEIGHT_SLOTS, Operands, Phase, as_summed, packed_along
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer, Recipe
 
-__all__ = ["Sets", "flat_sets", "sets_of_weight", "weight_codes"]
+__all__ = ["Sets", "quantizer_of_codes", "sets_of_weight", "weight_codes"]
 
 Sets = tuple[Quantized, Quantized]  # what the output reads, and what grad_input reads; they may be the same
 
@@ -38,15 +39,6 @@ def sets_of_weight(weight: Tensor, recipe: Recipe) -> Sets:
     if recipe.shares_weight_codes() and not (weight.ndim == 3 and packed_dim(first.quantizer) is not None):
         return first, first
     return first, _set(weight, WEIGHT_SLOTS[1], recipe, Phase.EAGER)
-
-
-def flat_sets(sets: Sets) -> tuple[Any, ...]:
-    """Return the codes for the output and the codes for grad_input as the fields of `KnownCodes`, in order."""
-    first, second = sets
-    return (
-        *(first.codes, first.scale, first.outer_scale, first.quantizer),
-        *(second.codes, second.scale, second.outer_scale, second.quantizer),
-    )
 
 
 # ---------------------------------------------------------------------------------- the op that makes a set again
@@ -74,6 +66,14 @@ def _quantizer(weight: Tensor, slot: str, recipe: Recipe) -> Quantizer:
     if found.has_outer_scale():
         return as_summed(Plain(weight, STACK), found, slot).for_shape(weight.shape[1:])
     return found.unpacked() or found
+
+
+def quantizer_of_codes(codes: Tensor, weight: Tensor, slot: str, recipe: Recipe) -> Quantizer:
+    """Return the quantizer that made ``codes``, those of a weight for the recipe's field ``slot``."""
+    found: Any = recipe.quantizer_read(slot)
+    if weight.ndim == 3 and found.has_outer_scale():  # where they were made decides whether they are packed
+        return found.unpacked() if codes.shape == weight.shape else replace(found, packed=packed_along(slot))
+    return _quantizer(weight, slot, recipe)
 
 
 def _fake(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,12 @@ all. "-" is no sharding:
     k     -     a partial sum: B is narrowed to A's k
     -     k     a partial sum: A is narrowed to B's k
 
+A layer with `OverGroup` and without ``sequence_dim`` sends nothing but sums, which `LayerSharding.finish` reduces:
+
+    weight_dim   output         grad_input     grad_weight
+    0 (N)        its columns    a sum          its rows
+    1 (K)        a sum          its columns    its columns
+
 A weight is never gathered here: ranks send activations and gradients. GEMMs in high precision gather values instead of
 codes. With groups of tokens, the weight is a stack, and each group of rows is multiplied by its own matrix.
 """
@@ -28,20 +34,20 @@ from fp8compile import inductor
 from fp8compile.layout.cuts import SIDES, DimSharding, Sharding
 from fp8compile.layout.quantized import Plain, Quantized, as_operand
 from fp8compile.ops.collectives import sent_in_backward
-from fp8compile.ops.groups.grouped_mm import grouped_mm
+from fp8compile.ops.gemms.grouped.grouped_mm import grouped_mm
 from fp8compile.ops.layer.gather_operands import Part, gather, narrow
 from fp8compile.ops.layer.operands import Operands, Phase
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
 
-__all__ = ["Product", "Step", "as_read", "multiply_parts", "steps_of"]
+__all__ = ["Product", "GroupPlan", "as_read", "multiply_parts", "plans_of"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
 @dataclass(frozen=True)
-class Step:
+class GroupPlan:
     """What the ranks of one group do for a GEMM (m, k) by (k, n) of sharded operands a and b.
 
     Attributes:
@@ -61,23 +67,23 @@ def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transp
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
 
-def _step(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> Step:
+def _plan(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> GroupPlan:
     if a is None or b is None:
         if a == "k":
-            return Step(narrow="b", out="sum")
+            return GroupPlan(narrow="b", out="sum")
         if b == "k":
-            return Step(narrow="a", out="sum")
-        return Step(out=a or b)
+            return GroupPlan(narrow="a", out="sum")
+        return GroupPlan(out=a or b)
     if a == b == "k":
-        return Step(out="sum") if same else Step(gather="b", narrow="b", out="sum")
+        return GroupPlan(out="sum") if same else GroupPlan(gather="b", narrow="b", out="sum")
     if a == "m" and b == "k" and gemm is GRAD_WEIGHT:
-        return Step(gather="b", out="m")
-    after = _step(gemm, None, b, same=same)
+        return GroupPlan(gather="b", out="m")
+    after = _plan(gemm, None, b, same=same)
     return replace(after, gather="a")
 
 
-def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> Step:
-    """Return the `Step` of the group of ranks ``index``; ``a`` and ``b`` are the results of earlier groups' steps."""
+def _plan_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> GroupPlan:
+    """Return the `GroupPlan` of the group of ranks ``index``; earlier groups' plans made ``a`` and ``b``."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
     role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
     role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
@@ -88,7 +94,7 @@ def _step_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized)
         and cut_a.matches(cut_b)
         and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
     )
-    return _step(gemm, role_a, role_b, same=same)
+    return _plan(gemm, role_a, role_b, same=same)
 
 
 class Product(NamedTuple):
@@ -96,13 +102,13 @@ class Product(NamedTuple):
 
     Attributes:
         local: The part, (m, n), or (E, m, n) for the gradient of stacked weights.
-        steps: The `Step` of each group of ranks.
+        plans: The `GroupPlan` of each group of ranks.
         cuts: How the left operand was sharded when it was multiplied.
         shape: Shape of this rank's part of the left operand when it was multiplied, with its leading dims.
     """
 
     local: Tensor
-    steps: list[Step]
+    plans: list[GroupPlan]
     cuts: Sharding
     shape: torch.Size
 
@@ -116,34 +122,34 @@ def _summed_dim(gemm: Gemm, name: str, ndim: int, cut: DimSharding) -> int:
     return ndim - 1 if gemm.b_transposed else ndim - 2
 
 
-def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[Step]]:
-    """Gather or narrow both operands as this module's table says; returns both, and each group's `Step`."""
+def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[GroupPlan]]:
+    """Gather or narrow both operands as this module's table says; returns both, and each group's `GroupPlan`."""
     operands = {"a": a, "b": b}
-    steps: list[Step] = []
+    plans: list[GroupPlan] = []
     for index in range(len(a.cuts)):
-        step = _step_of(gemm, index, operands["a"], operands["b"])
-        if step.gather is not None:
-            operands[step.gather] = gather(operands[step.gather], index)
-        if step.narrow is not None:
-            cut: Any = operands["b" if step.narrow == "a" else "a"].cuts[index]
-            dim = _summed_dim(gemm, step.narrow, operands[step.narrow].ndim, cut)
-            operands[step.narrow] = narrow(operands[step.narrow], index, replace(cut, dim=dim))
-        steps.append(step)
-    return operands["a"], operands["b"], steps
+        plan = _plan_of(gemm, index, operands["a"], operands["b"])
+        if plan.gather is not None:
+            operands[plan.gather] = gather(operands[plan.gather], index)
+        if plan.narrow is not None:
+            cut: Any = operands["b" if plan.narrow == "a" else "a"].cuts[index]
+            dim = _summed_dim(gemm, plan.narrow, operands[plan.narrow].ndim, cut)
+            operands[plan.narrow] = narrow(operands[plan.narrow], index, replace(cut, dim=dim))
+        plans.append(plan)
+    return operands["a"], operands["b"], plans
 
 
-def steps_of(gemm: Gemm, a: Plain, b: Plain) -> list[Step]:
-    """Return the `Step` of each group of ranks for a GEMM of two operands, from shapes and layouts only."""
+def plans_of(gemm: Gemm, a: Plain, b: Plain) -> list[GroupPlan]:
+    """Return the `GroupPlan` of each group of ranks for a GEMM of two operands, from shapes and layouts only."""
     without_data = [replace(part, local=torch.empty_like(part.local, device="meta")) for part in (a, b)]
     return _prepared(gemm, *without_data)[2]
 
 
 def _multiply_codes(
-    gemm: Gemm, a: Quantized, b: Quantized, steps: list[Step], out_dtype: torch.dtype, operands: Operands
+    gemm: Gemm, a: Quantized, b: Quantized, plans: list[GroupPlan], out_dtype: torch.dtype, operands: Operands
 ) -> Tensor:
     (left, *left_windows), (right, *right_windows) = as_operand(a), as_operand(b)
     # gathered codes are in memory already, so `laid_out` need not store them
-    gathered = [step.gather for step in steps]
+    gathered = [plan.gather for plan in plans]
     left = left if "a" in gathered else operands.laid_out(left, gemm.a)
     right = right if "b" in gathered else operands.laid_out(right, gemm.b)
     product = operands.multiply(left, right, out_dtype, gemm)
@@ -157,15 +163,15 @@ def _multiply_codes(
 def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
     """Gather or narrow two operands as the GEMM needs, then multiply them in their own dtype, without quantizing."""
     weight = b.cuts
-    a, b, steps = _prepared(gemm, a, b)
-    if (ends := a.layout.ends) is not None:
+    a, b, plans = _prepared(gemm, a, b)
+    if (offs := a.layout.offs) is not None:
         right = b.local.transpose(-2, -1) if gemm is GRAD_INPUT else b.local
-        local = grouped_mm(a.local, right, ends, operands.recipe.gemm_config(gemm))
-        return Product(local, steps, a.cuts, a.local.shape)
+        local = grouped_mm(a.local, right, offs, operands.recipe.gemm_config(gemm))
+        return Product(local, plans, a.cuts, a.local.shape)
     left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
-    added = None if bias is None else _bias_of_columns(bias, steps, a.cuts, weight)
+    added = None if bias is None else _bias_of_columns(bias, plans, a.cuts, weight)
     local = left @ right if added is None else torch.addmm(added, left, right)
-    return Product(local, steps, a.cuts, a.local.shape)
+    return Product(local, plans, a.cuts, a.local.shape)
 
 
 def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
@@ -176,7 +182,7 @@ def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pla
     weight's rows; a product of codes is rounded before the bias is added.
     """
     if a.local.is_meta:
-        return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and steps
+        return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and plans
     # A backward's collectives stay in the backward. If the partitioner hoisted them into the forward, a gather that
     # two layers share would be sent in both passes, and ranks of different sizes would hoist different collectives and
     # wait for each other.
@@ -198,11 +204,11 @@ def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Pl
     if operands.recipe.quantizers(gemm) is None:
         left, right = (operands.in_high_precision(*each, out_dtype) for each in ((a, gemm.a), (b, gemm.b)))
         return _product_as_is(gemm, left, right, operands, bias)
-    a_codes, b_codes, steps = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
-    product = _multiply_codes(gemm, a_codes, b_codes, steps, out_dtype, operands)
-    if bias is not None and (added := _bias_of_columns(bias, steps, a_codes.cuts, b.cuts)) is not None:
+    a_codes, b_codes, plans = _prepared(gemm, operands.of(a, gemm.a), operands.of(b, gemm.b))
+    product = _multiply_codes(gemm, a_codes, b_codes, plans, out_dtype, operands)
+    if bias is not None and (added := _bias_of_columns(bias, plans, a_codes.cuts, b.cuts)) is not None:
         product = product + as_read(added, operands.phase)
-    return Product(product, steps, a_codes.cuts, a_codes.codes.shape)
+    return Product(product, plans, a_codes.cuts, a_codes.codes.shape)
 
 
 def as_read(tensor: Tensor, phase: Phase) -> Tensor:
@@ -210,13 +216,13 @@ def as_read(tensor: Tensor, phase: Phase) -> Tensor:
     return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
-def _bias_of_columns(bias: Plain, steps: list[Step], a: Sharding, weight: Sharding) -> Tensor | None:
+def _bias_of_columns(bias: Plain, plans: list[GroupPlan], a: Sharding, weight: Sharding) -> Tensor | None:
     """Return the bias for this rank's columns of the output; None if another rank adds it to its partial sum."""
-    for index, step in enumerate(steps):
-        if step.out == "n" and bias.cuts[index] is None:
+    for index, plan in enumerate(plans):
+        if plan.out == "n" and bias.cuts[index] is None:
             cut: Any = weight[index]
             bias = narrow(bias, index, replace(cut, dim=0))
-        elif step.out != "n" and bias.cuts[index] is not None:
+        elif plan.out != "n" and bias.cuts[index] is not None:
             bias = gather(bias, index)
-    summands: list[Any] = [cut for cut, step in zip(a, steps, strict=True) if step.out == "sum"]
+    summands: list[Any] = [cut for cut, plan in zip(a, plans, strict=True) if plan.out == "sum"]
     return None if any(cut.rank for cut in summands) else bias.local

@@ -25,13 +25,14 @@ from fp8compile.formats import repack
 from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.cast import cast_again
+from fp8compile.ops.gemms.grouped.scaled_grouped_mm import multiply_groups
+from fp8compile.ops.gemms.scaled_mm import multiply_operands
 from fp8compile.ops.gemms.selection import PADDED_TO, multiply
-from fp8compile.ops.groups.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather_high_precision import gathered
 from fp8compile.ops.layer.fsdp_rows import Rows, rows_cut
 from fp8compile.ops.layer.gather_operands import gather
-from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, by_one_read, is_noted
+from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, by_one_read
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
 from fp8compile.ops.layer.quantize_over_ranks import (
     OPS_OF_STEPS,
@@ -44,11 +45,10 @@ from fp8compile.ops.layer.quantize_over_ranks import (
     quantize_part,
 )
 from fp8compile.ops.rounding_barrier import made_of_kept
-from fp8compile.ops.scaled_mm import multiply_operands
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.target import target_of
 
-__all__ = ["Operands", "Phase", "as_summed"]
+__all__ = ["Operands", "Phase", "as_summed", "packed_along"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # slot -> row of a layer's state
@@ -111,38 +111,33 @@ class Operands:
         multiplier: Multipliers (1 / scale) of input, weight and grad_output, (3,) float32, for delayed scaling.
         waits_for: Amaxes of input and weight, () each. Scales get an artificial dependency on them, so that the
             partitioner computes the amaxes in the forward, fused with the casts.
-        input: The input's codes for grad_weight, if the forward kept them.
         weight: The weight's codes, if they were made before the GEMM.
         weight_in_turns: Whether the weight's codes for the output and for grad_input share one memory, in turns; the
             compiler must then leave each GEMM in its pass, forward or backward.
         weight_amax: Amaxes of the whole weight's blocks for this GEMM, if known.
         outer_amax: The amax, (1,) float32, for the whole weight's single scale, if several weights share this scale.
-        rows: How FSDP shards the weight along its first dim; codes are gathered before the GEMM. None without FSDP.
-        counts: Whether casting kernels also compute statistics, if they can.
+        fsdp_shards: The rows, or matrices, of the weight that each FSDP rank has, whose codes are gathered before
+            the GEMM; None without FSDP.
     """
 
     recipe: Recipe
     phase: Phase = Phase.EAGER
     multiplier: Tensor | None = None
     waits_for: tuple[Tensor, ...] = ()
-    input: Quantized | None = None
     weight: Quantized | None = None
     weight_in_turns: bool = False
     weight_amax: Tensor | None = None
     outer_amax: Tensor | None = None
-    rows: Rows | None = None
-    counts: bool = False
+    fsdp_shards: Rows | None = None
 
     # ------------------------------------------------------------------ operands
 
     def of(self, part: Plain, slot: str) -> Quantized:
-        """Return the codes and scales of an operand: ``input`` or ``weight`` if given, else ``part`` is quantized.
+        """Return the codes and scales of an operand: ``weight`` if given, else ``part`` is quantized.
 
-        ``part`` is this rank's shard; ``slot`` is the recipe's field of the operand, such as ``"weight"``. Codes of a
-        weight under FSDP are gathered from all ranks.
+        ``part`` is this rank's shard; ``slot`` is the recipe's field of the operand, such as ``"weight"``. A weight
+        that is quantized here under FSDP has its codes gathered from all ranks.
         """
-        if slot == GRAD_WEIGHT.b and self.input is not None:
-            return self.input
         if slot not in WEIGHT_SLOTS:
             read: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
             if self.phase is Phase.EAGER:
@@ -154,7 +149,7 @@ class Operands:
     def _block_in_kernels(self, part: Plain, read: Quantizer) -> tuple[int, int] | None:
         """Return the block to record in a graph, by which `SavedAsCodes` saves the operand; None to record none."""
         other: Any = self.recipe.quantizer_read(GRAD_WEIGHT.b)
-        if isinstance(other, TwoLevelScaling) and other.transform() and part.layout.ends is None:
+        if isinstance(other, TwoLevelScaling) and other.transform() and part.layout.offs is None:
             return other.block
         return None if read.block[1] == 1 else read.block
 
@@ -162,10 +157,10 @@ class Operands:
         quantizer: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
         rows = part.local.shape[-2]
         part = self._weight_to_quantize(part)
-        if self.rows is not None:
+        if self.fsdp_shards is not None:
             own = self._quantized(part, quantizer, slot)
             own = _without_padding(own, rows) if part.layout.batch else own  # padding is never sent
-            if self.phase is not Phase.EAGER and 0 in self.rows.sizes:
+            if self.phase is not Phase.EAGER and 0 in self.fsdp_shards.sizes:
                 # On a rank without rows the scales are constants, and the compiler of that rank alone would merge the
                 # messages of two layers.
                 own = replace(own, scale=after(own.scale, own.codes))
@@ -178,8 +173,8 @@ class Operands:
 
     def _weight_to_quantize(self, part: Plain) -> Plain:
         """Add FSDP's sharding to a weight's layout, and pad stacked matrices to whole blocks."""
-        if self.rows is not None:
-            part = part.with_cuts((*part.cuts, rows_cut(self.rows)))
+        if self.fsdp_shards is not None:
+            part = part.with_cuts((*part.cuts, rows_cut(self.fsdp_shards)))
         if part.layout.batch and not is_cut_within(part):
             part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
         return part
@@ -188,10 +183,6 @@ class Operands:
         """Return this rank's values of an operand and their codes, before ranks gather codes; for `statistics`."""
         part = self._weight_to_quantize(part) if slot in WEIGHT_SLOTS else part
         return part, self._quantized(part, getattr(self.recipe, slot), slot)
-
-    def notes(self, part: Plain, slot: str) -> bool:
-        """Whether the operand's codes are marked for the pass that fuses several casts into one kernel."""
-        return self._reads_once(part) and self._shares_read(slot) and is_noted(part, slot, self.recipe)
 
     def _rows_of_blocks(self) -> int:
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
@@ -206,9 +197,9 @@ class Operands:
             return dequantized(self.of(part, slot), dtype)
         if slot == GRAD_WEIGHT.b and self.phase is Phase.BACKWARD:
             return replace(part, local=made_of_kept(part.local))
-        if self.rows is None or slot not in WEIGHT_SLOTS:
+        if self.fsdp_shards is None or slot not in WEIGHT_SLOTS:
             return part
-        return replace(part, local=gathered(part.local, self.rows, in_backward=slot == GRAD_INPUT.b))
+        return replace(part, local=gathered(part.local, self.fsdp_shards, in_backward=slot == GRAD_INPUT.b))
 
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
         """Return the operand with codes stored once in memory, in the GEMM's order, for all GEMMs that read them.
@@ -224,19 +215,19 @@ class Operands:
             return operand  # PyTorch's pass finds a product only if nothing but reshapes lies between it and a message
         if slot == OUTPUT.a:
             return replace(operand, codes=store(operand.codes))
-        if slot == GRAD_WEIGHT.b and operand.layout.ends is None:
+        if slot == GRAD_WEIGHT.b and operand.layout.offs is None:
             return replace(operand, codes=store(operand.codes.t().contiguous()).t())
         return operand
 
     def multiply(self, left: Quantized, right: Quantized, out_dtype: torch.dtype, gemm: Gemm) -> Tensor:
         """Multiply two operands, which ``gemm`` may transpose; with groups, compute a product for each group."""
         config = self.recipe.gemm_config(gemm)
-        if left.layout.ends is None:
+        if left.layout.offs is None:
             run = multiply if self.phase is Phase.EAGER else multiply_operands
             return run(*gemm.oriented(left, right), out_dtype, config)
         # grouped products take matrices (E, n, k) and both sides of tokens along their features
         right = right if gemm.b_transposed or gemm.a_transposed else right.t()
-        return multiply_groups(left, right, left.layout.ends, out_dtype, config)
+        return multiply_groups(left, right, left.layout.offs, out_dtype, config)
 
     # ------------------------------------------------------------------ steps
 
@@ -252,7 +243,7 @@ class Operands:
         return STEPS[Phase.FORWARD if gathers or is_forwards else Phase.BACKWARD]
 
     def _quantized(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
-        if part.layout.ends is not None:
+        if part.layout.offs is not None:
             return self._groups(part, slot)
         if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
             return self._by_multiplier(part, quantizer, slot)
@@ -265,7 +256,7 @@ class Operands:
             if self.phase is Phase.FORWARD:
                 return _codes_of_stack(part.local, part.layout, quantizer)
         elif self._reads_once(part) and self._shares_read(slot):
-            return by_one_read(part, slot, self.recipe, self._steps(part, slot), counts=self.counts)
+            return by_one_read(part, slot, self.recipe, self._steps(part, slot))
         steps = self._steps(part, slot)
         if not part.cuts and not part.layout.batch:
             return steps.quantize(part, quantizer)
@@ -292,7 +283,6 @@ class Operands:
             along_tokens=slot in ALONG_ROWS and not is_forwards,
             reads_once=self._reads_once(part),
             is_input=slot == GRAD_WEIGHT.b,
-            counts=self.counts,
         )
         return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
@@ -348,7 +338,12 @@ def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
     """
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()
-    return replace(quantizer, packed="columns" if slot == GRAD_INPUT.b else "rows")
+    return replace(quantizer, packed=packed_along(slot))
+
+
+def packed_along(slot: str) -> str:
+    """Return along what four-bit codes of a stacked weight are packed: the dim that the GEMM of ``slot`` sums."""
+    return "columns" if slot == GRAD_INPUT.b else "rows"
 
 
 def _packed_along_columns(codes: Quantized) -> Quantized:

@@ -20,14 +20,13 @@ from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.groups.four_bit_tiles import scales_of_rows
 from fp8compile.ops.groups.group_amax import group_amax
-from fp8compile.ops.groups.group_cast import group_cast, group_cast_counted
+from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
 from fp8compile.ops.groups.group_quantize import group_quantize
-from fp8compile.ops.groups.group_quantize_both import group_quantize_both, group_quantize_both_counted, is_group_pair
-from fp8compile.ops.groups.group_quantize_rows import ROWS_ONCE, is_row_pair
+from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
+from fp8compile.ops.groups.group_quantize_rows import QUANTIZE_ROWS, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
-from fp8compile.ops.groups.kernel_support import has_group_kernel
 from fp8compile.ops.groups.padding import group_to_read
 from fp8compile.ops.layer.quantize_over_ranks import Steps, quantize_part
 from fp8compile.ops.rounding_barrier import made_of_kept
@@ -36,8 +35,8 @@ from fp8compile.target import target_of
 
 __all__ = ["as_values_of_rows", "by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
 
-_BOTH = inductor.once_with_more(group_quantize_both, group_quantize_both_counted)
-_CAST = inductor.once_with_more(group_cast, group_cast_counted)
+_group_quantize_both = inductor.once_a_graph(group_quantize_both)
+_group_cast = inductor.once_a_graph(group_cast)
 _made_of_kept = inductor.once_a_graph(made_of_kept)
 _group_amax = inductor.once_a_graph(group_amax)
 
@@ -56,7 +55,6 @@ def quantize_groups(
     along_tokens: bool,
     reads_once: bool,
     is_input: bool = False,
-    counts: bool = False,
 ) -> Quantized:
     """Quantize rows that are sorted by group, along rows or along tokens.
 
@@ -69,43 +67,36 @@ def quantize_groups(
         reads_once: Whether one kernel may quantize along rows and along tokens, in compiled code on a GPU. The forward
             then saves the codes along tokens in place of the rows.
         is_input: Whether the rows are a layer's input, which the backward may recompute from kept tensors.
-        counts: Whether casting kernels also compute statistics, if they can; see `Quantized.counts`.
     """
     quantizer = tokens if along_tokens else rows
     reads_once = reads_once and not any(part.cuts)
     if quantizer.has_outer_scale():
-        return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once, counts=counts)
+        return _in_two_levels(part, rows, tokens, along_tokens=along_tokens, reads_once=reads_once)
     x = part.local
-    ends: Any = part.layout.ends  # rows are in groups
-    counted: list[Tensor] = []
+    offs: Any = part.layout.offs  # rows are in groups
     if reads_once and is_group_pair(rows, tokens):
-        *found, last = _BOTH[counts](x, ends, rows, tokens)
-        found, counted = (found, [last[int(along_tokens)]]) if counts else ([*found, last], [])
+        found = _group_quantize_both(x, offs, rows, tokens)
         codes, scale = found[2:] if along_tokens else found[:2]
     elif along_tokens:
-        codes, scale, *counted = _tokens(
-            part, rows, tokens, steps, reads_once=reads_once, is_input=is_input, counts=counts
-        )
+        codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once, is_input=is_input)
     elif reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        codes, scale, _, *found = ROWS_ONCE[counts](x, ends, rows, tokens)
-        counted = [each[0] for each in found]
+        codes, scale, _ = QUANTIZE_ROWS(x, offs, rows, tokens)
     elif rows.block[0] == 1:
         return quantize_part(part, rows, steps)
     else:
-        codes, scale = cast_rows(x, ends, rows, steps, lambda amaxes: _over_ranks(amaxes, part, rows))
-    own = counted[0] if counted else None
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout, counts=own)
+        codes, scale = cast_rows(x, offs, rows, steps, lambda amaxes: _over_ranks(amaxes, part, rows))
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
 
 def cast_rows(
-    x: Tensor, ends: Tensor, quantizer: Quantizer, steps: Steps, over_ranks: Callable[[Tensor], Tensor]
+    x: Tensor, offs: Tensor, quantizer: Quantizer, steps: Steps, over_ranks: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Cast rows with one scale for each group; returns codes (R, K), and the scale for each row, (R, 1).
 
     ``over_ranks`` reduces this rank's amaxes over all ranks that have rows of the groups.
     """
-    multiplier, scale = steps.scale(over_ranks(_group_amax(x, ends, quantizer)), quantizer)
-    group = group_to_read(ends, x.shape[0])
+    multiplier, scale = steps.scale(over_ranks(_group_amax(x, offs, quantizer)), quantizer)
+    group = group_to_read(offs, x.shape[0])
     return steps.cast(x, multiplier[group], by_row(quantizer)), scale[group]
 
 
@@ -117,30 +108,27 @@ def _tokens(
     *,
     reads_once: bool,
     is_input: bool,
-    counts: bool,
-) -> tuple[Tensor, ...]:
-    """Quantize groups along tokens; returns codes and scales, and statistics if the kernel computed them."""
+) -> tuple[Tensor, Tensor]:
+    """Quantize groups along tokens; returns codes and scales."""
     x: Tensor = part.local
-    ends: Any = part.layout.ends  # rows are in groups
+    offs: Any = part.layout.offs  # rows are in groups
     if tokens.block[0] != -1:
-        return group_quantize(x, ends, tokens)
+        codes, scale = group_quantize(x, offs, tokens)
+        return codes, scale
     if reads_once and is_row_pair(rows, tokens, x.shape[1]):
-        amaxes = ROWS_ONCE[False](x, ends, rows, tokens)[2]
+        amaxes = QUANTIZE_ROWS(x, offs, rows, tokens)[2]
         x = _made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
     else:
-        amaxes = _amaxes_along_tokens(x, ends, part.cuts, tokens)
+        amaxes = _amaxes_along_tokens(x, offs, part.cuts, tokens)
     multiplier, scale = _scales_along_tokens(amaxes, tokens, steps.scale)
-    if not (counts and has_group_kernel(tokens) and reads_once):
-        return _CAST[False](x, ends, multiplier, tokens), scale
-    codes, counted = _CAST[True](x, ends, multiplier, tokens)
-    return codes, scale, counted[0]
+    return _group_cast(x, offs, multiplier, tokens), scale
 
 
 # A step that is read calls them for the product and to observe it, and one cast serves both.
 @inductor.once_a_graph
-def _amaxes_along_tokens(x: Tensor, ends: Tensor, cuts: Sharding, quantizer: Quantizer) -> Tensor:
-    part = Plain(x, TensorLayout(cuts, ends=ends))
-    return _over_ranks(_group_amax(x, ends, quantizer), part, quantizer)
+def _amaxes_along_tokens(x: Tensor, offs: Tensor, cuts: Sharding, quantizer: Quantizer) -> Tensor:
+    part = Plain(x, TensorLayout(cuts, offs=offs))
+    return _over_ranks(_group_amax(x, offs, quantizer), part, quantizer)
 
 
 @inductor.once_a_graph
@@ -166,24 +154,20 @@ def is_four_bits_on_gpu(x: Tensor, quantizer: Quantizer) -> bool:
     return type(quantizer) is TwoLevelScaling and target_of(x.device).type == "cuda"
 
 
-def _in_two_levels(
-    part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, reads_once: bool, counts: bool
-) -> Quantized:
+def _in_two_levels(part: Plain, rows: Any, tokens: Any, *, along_tokens: bool, reads_once: bool) -> Quantized:
     x, quantizer = part.local, tokens if along_tokens else rows
-    ends: Any = part.layout.ends  # rows are in groups
-    own: Tensor | None = None
+    offs: Any = part.layout.offs  # rows are in groups
     if not is_four_bits_on_gpu(x, quantizer):
         quantizer = quantizer.unpacked()
-        codes, scale, outer = group_two_levels(x, ends, quantizer, along_tokens)
+        codes, scale, outer = group_two_levels(x, offs, quantizer, along_tokens)
     else:
         how = quantizer, quantizer, "tokens" if along_tokens else "rows"
         if reads_once and is_two_level_pair(rows, tokens):
             how = rows, tokens, "both"
-        *found, last = quantize_groups_in_two_levels(x, ends, *how, counts=counts)
-        found, own = (found, last[int(along_tokens)]) if counts else ([*found, last], None)
+        found = quantize_groups_in_two_levels(x, offs, *how)
         codes, scale, outer = found[3:] if along_tokens else found[:3]
         quantizer = replace(quantizer, packed="columns" if along_tokens else "rows")
-    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout, counts=own)
+    return Quantized(codes=codes, scale=scale, quantizer=quantizer, outer_scale=outer, layout=part.layout)
 
 
 def as_values_of_rows(found: Quantized, features: int) -> Quantized:
@@ -192,6 +176,6 @@ def as_values_of_rows(found: Quantized, features: int) -> Quantized:
     if packed_dim(quantizer) is None:
         return replace(found, quantizer=quantizer)
     codes, blocks = unpack(found.codes, -1)[:, :features], -(-features // quantizer.block[1])
-    ends: Any = found.layout.ends  # rows are in groups
-    scale = scales_of_rows(found.scale, ends, codes.shape[0], blocks)
+    offs: Any = found.layout.offs  # rows are in groups
+    scale = scales_of_rows(found.scale, offs, codes.shape[0], blocks)
     return replace(found, codes=codes, scale=scale, quantizer=quantizer.unpacked() or quantizer)

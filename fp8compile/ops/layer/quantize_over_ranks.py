@@ -138,9 +138,9 @@ def _check_transform(part: Plain, quantizer: Quantizer) -> None:
     side = _sides(part, quantizer)[0 if tokens else 1]
     if side.kind == "split" or not _compat.statically_true(side.total % group == 0):  # same answer on all ranks
         raise ValueError(
-            f"a layer on ranks transforms {'tokens' if tokens else 'features'} {group} at a time, and this rank has "
-            f"{side.length} of {side.total}. Let each rank have multiples of {group}, or take a recipe without a "
-            "transform, as fp8compile.recipes.nvfp4(hadamard=()) is."
+            f"a sharded layer transforms {'tokens' if tokens else 'features'} in groups of {group}, but this rank "
+            f"has {side.length} of {side.total}. Shard in multiples of {group}, or use a recipe without a "
+            "transform, such as fp8compile.recipes.nvfp4(hadamard=())."
         )
 
 
@@ -353,10 +353,10 @@ def quantize_part(
     if whole_amax is not None and any(part.cuts):
         return _by_whole_amax(part, quantizer, steps, whole_amax)
     if not is_cut:
-        known = local_amax if whole_amax is None else whole_amax
+        amaxes = local_amax if whole_amax is None else whole_amax
         if batch:
-            return _quantize_stack(part, quantizer, steps, known, outer_amax)
-        return steps.quantize(part, quantizer, known, outer_amax)
+            return _quantize_stack(part, quantizer, steps, amaxes, outer_amax)
+        return steps.quantize(part, quantizer, amaxes, outer_amax)
     window, found, sides = _window_and_amax(part, quantizer, steps, local_amax)
     multiplier, scale, outer_scale = scales_of(found, quantizer, steps, part.cuts, outer_amax, batch)
     for dim, side in zip(SIDES, sides, strict=True):
@@ -438,8 +438,8 @@ def dequantized(part: Quantized, dtype: torch.dtype) -> Plain:
         codes, quantizer = one_a_byte(codes, quantizer)
         values = _values_of_stack(codes, operand.scale, quantizer, dtype, *outer)
     else:
-        if outer and (ends := part.layout.ends) is not None:  # each row takes the outer scale of its group
-            outer = (outer[0][group_to_read(ends, codes.shape[0])].unsqueeze(1),)
+        if outer and (offs := part.layout.offs) is not None:  # each row takes the outer scale of its group
+            outer = (outer[0][group_to_read(offs, codes.shape[0])].unsqueeze(1),)
         values = dequantize(codes, operand.scale, quantizer, dtype, *outer)
     for dim, window in zip(SIDES, windows, strict=True):
         values = values if window is None else window.extract(values, dim)

@@ -22,17 +22,29 @@ from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.nn import Linear
 from fp8compile.nn.check_model import Model, check_model
-from fp8compile.nn.convertible_layers import is_converted, weight_names
+from fp8compile.nn.convert.check_not_in_ddp import check_not_in_ddp
+from fp8compile.nn.convertible.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.known_modules import holds_no_stacks
+from fp8compile.nn.layer.placed_like import wrapped_like
+from fp8compile.nn.layer.warn_if_not_sharded import MARK
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
-from fp8compile.nn.placed_like import wrapped_like
-from fp8compile.nn.warn_if_not_sharded import MARK
+from fp8compile.nn.weights.quantize_weights import COMPUTED
 from fp8compile.parallel.dtensor_placements import part_of
 from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight
 from fp8compile.parallel.fsdp2.weight_scales import WeightScales
 from fp8compile.quantizers import GEMMS, DelayedScaling
-from fp8compile.tensor import BOTH, GATHERED, PLAIN, GatherPolicy, QuantizedParameter, QuantizedTensor, in_place_of
+from fp8compile.tensor import (
+    BOTH,
+    GATHERED,
+    PLAIN,
+    GatherPolicy,
+    QuantizedParameter,
+    QuantizedTensor,
+    allow_groups,
+    in_place_of,
+    mark_replaced,
+)
 
 __all__ = ["fsdp_float8_all_gather"]
 
@@ -40,8 +52,8 @@ CALLS = count()  # numbers the calls of fsdp_float8_all_gather
 PAIR = GEMMS[:2]  # the products that read a weight
 
 ORDER = (
-    "The order is: fp8compile.convert, parallelize_module if any, fsdp_float8_all_gather, torch.compile of each "
-    "block, fully_shard of what that returns."
+    "The order is: fp8compile.convert, parallelize_module (if used), fsdp_float8_all_gather, torch.compile on each "
+    "block, fully_shard on the compiled blocks."
 )
 
 
@@ -73,33 +85,32 @@ def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:
     Raise a ValueError if there are none, or if the model is sharded already.
     """
     check_model("fsdp_float8_all_gather", model)
-    if sharded := [fqn or "the model" for fqn, module in model.named_modules() if _compat.is_fsdp(module)]:
-        raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} went through fully_shard already. {ORDER}")
+    if sharded := _compat.fsdp_modules(model):
+        raise ValueError(f"fsdp_float8_all_gather: {', '.join(sharded)} is already sharded by fully_shard. {ORDER}")
     layers = [module for module in model.modules() if is_converted(module)]
     weights = [_Weight(layer, name) for layer in layers for name in weight_names(layer)]
     if not weights:
         raise ValueError(
-            f"fsdp_float8_all_gather: {type(model).__name__} has no fp8compile.Linear and no experts in FP8. Call "
-            "fp8compile.convert first."
+            f"fsdp_float8_all_gather: {type(model).__name__} has no FP8 layers. Call fp8compile.convert first."
         )
     if any(isinstance(_compat.local_itself(weight.parameter), ShardedWeight) for weight in weights):
-        raise ValueError("fsdp_float8_all_gather: it was called for this model already. Call it once.")
+        raise ValueError("fsdp_float8_all_gather: it was already called for this model. Call it only once.")
     if not (shared := [weight for weight in weights if weight.parameter not in ignored]):
         raise ValueError(
-            f"fsdp_float8_all_gather: all FP8 weights of {type(model).__name__} are in ignored_params, so that "
-            "fully_shard gathers none of them. Leave this call out."
+            f"fsdp_float8_all_gather: all FP8 weights of {type(model).__name__} are in ignored_params, so "
+            "fully_shard does not gather any of them. Remove this call."
         )
     return shared
 
 
-OWN_CODES = "codes: the parameter itself is made of them"
+OWN_CODES = "quantized data: it is an FP8 parameter"
 
 
 def _why_no_pair(weight: _Weight) -> str | None:
     if weight.module.recipe.delayed()[1] is not None:
-        return "delayed scaling makes codes of one product of the weight, and not of the other"
+        return "the weight uses delayed scaling for only one of its two GEMMs"
     if getattr(weight.module, "scale_group", ()):
-        return "layers share its outer scale, and forward and backward multiply different codes"
+        return "layers share its global scale, and forward and backward quantize it differently"
     return None
 
 
@@ -119,13 +130,16 @@ def _why_plain(weight: _Weight, users: list[nn.Module]) -> str | None:
         return reason
     for quantizer in (recipe.quantizer_read(gemm.b) for gemm in PAIR):
         if not quantizer.is_local():
-            return f"codes of {quantizer!r} depend on where in the tensor a value stands"
+            return f"quantization by {quantizer!r} depends on the position of a value in the tensor"
         if quantizer.unpacked() is None:
-            return f"{quantizer!r} packs codes, and its unpacked() returns no quantizer of one a byte, which ranks cut"
+            return (
+                f"{quantizer!r} stores several values per byte, and its unpacked() returns no quantizer with one "
+                "per byte, which sharding requires"
+            )
     if not weight.suits_all(users):
-        return "another module reads the weight too (tied), in high precision or by another recipe"
+        return "another module also uses the weight (tied), in high precision or with another recipe"
     if weight.parameter.ndim == 3 and any(cut.dim > 0 for cut in _cuts_of(weight.parameter)):
-        return "tensor parallel ranks have parts of each expert's matrix"
+        return "tensor parallelism shards the matrix of each expert"
     return None
 
 
@@ -165,16 +179,16 @@ def _what_is_gathered(reasons: Iterable[str | None], gathers: GatherPolicy | Non
     ``reasons`` has, for each weight, why it is gathered in ``param_dtype``; None if it is gathered as codes.
     ``gathers`` says what is sent if forward and backward multiply different codes; else it is None.
     """
-    codes = "codes" if gathers is None else gathers.in_words()
-    said = {None: codes, OWN_CODES: OWN_CODES}
+    data = "quantized data" if gathers is None else gathers.in_words()
+    said = {None: data, OWN_CODES: OWN_CODES}
     return "; ".join(dict.fromkeys(said.get(reason, f"param_dtype: {reason}") for reason in reasons))
 
 
 def _check_arguments(checkpointed: object, one_gather: object) -> None:
     if type(checkpointed) is not bool:
-        raise TypeError(f"fsdp_float8_all_gather: checkpointed is {checkpointed!r}; it is True or False.")
+        raise TypeError(f"fsdp_float8_all_gather: `checkpointed` is {checkpointed!r}; it must be True or False.")
     if one_gather not in (BOTH, PLAIN):
-        raise ValueError(f"fsdp_float8_all_gather: one_gather is {one_gather!r}; it is {BOTH!r} or {PLAIN!r}.")
+        raise ValueError(f"fsdp_float8_all_gather: `one_gather` is {one_gather!r}; it must be {BOTH!r} or {PLAIN!r}.")
 
 
 def fsdp_float8_all_gather(
@@ -184,63 +198,71 @@ def fsdp_float8_all_gather(
     one_gather: str = "codes",
     ignored_params: Collection[nn.Parameter] = (),
 ) -> Model:
-    """Have `fully_shard` gather the weights of FP8 layers as codes, one byte an element.
+    """Make `fully_shard` all-gather the weights of FP8 layers in FP8, at one byte per element.
 
-    Weights of experts are gathered as codes too, sharded along experts or along another dim (``shard_placement_fn``).
-    Each expert has its own scales. Weights that can't be gathered as codes are gathered in ``param_dtype``;
-    ``fp8compile.conversion_report`` says which and why.
+    Weights of experts are also all-gathered in FP8, sharded along experts or along another dim
+    (``shard_placement_fn``). Each expert has its own scales. FP8 parameters (``quantized_parameters=True``) are
+    already quantized. Weights that can't be all-gathered in FP8 are all-gathered in ``param_dtype``;
+    ``fp8compile.conversion_report`` shows which and why.
 
-    Some recipes multiply different codes of the weight in forward and backward: ``recipes.rowwise``,
-    ``rowwise_bf16_wgrad``, ``mxfp8``, and ``nvfp4`` with ``weight_block=(1, 16)``. If FSDP2 frees the weight between
-    the passes, each pass gathers its own codes. One gather serves both passes if FSDP2 keeps the weight
-    (``reshard_after_forward=False``, a number, or the default of the root) or if the backward repeats the forward
-    (activation checkpointing); ``one_gather`` chooses what that gather sends.
+    Some recipes quantize the weight differently for forward and backward: ``recipes.rowwise``, ``rowwise_bf16_wgrad``,
+    ``mxfp8``, and ``nvfp4`` with ``weight_block=(1, 16)``. If FSDP2 frees the weight between the passes, each pass
+    all-gathers its own FP8 data. If FSDP2 keeps the weight (``reshard_after_forward=False``, a number, or the default
+    of the root), or if the backward recomputes the forward (activation checkpointing), a single all-gather serves both
+    passes; ``one_gather`` selects what it communicates.
 
-    With delayed scaling (``recipes.delayed``), a gather casts by the multiplier (1 / scale) that the layer has at that
-    time. The layer itself uses the same multiplier, if each backward runs before the next forward.
+    With delayed scaling (``recipes.delayed``), an all-gather casts with the current multiplier (1 / scale) of the
+    layer. The layer itself uses the same multiplier if each backward runs before the next forward.
 
-    Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are computed from the whole weight,
-    over the ranks of FSDP2 and of tensor parallelism. Codes, scales and outputs are therefore the same as without this
-    call, bit for bit. After weights change, ranks exchange the amaxes of all changed weights in one message.
+    Weights are cast to ``mp_policy.param_dtype`` before they are quantized. Scales are computed from the full weight,
+    across the ranks of FSDP2 and of tensor parallelism. Quantization and outputs are therefore bit-identical to those
+    without this call. After weights change, the amaxes of all changed weights are reduced in one collective.
 
-    Call it after ``fp8compile.convert`` and ``parallelize_module``, before ``fully_shard``. To compile, wrap each
-    block in ``torch.compile(block, fullgraph=True)`` and shard the module that ``torch.compile`` returns.
+    Call this after ``fp8compile.convert`` and ``parallelize_module`` and before ``fully_shard``. To compile, replace
+    each block with ``torch.compile(block, fullgraph=True)`` and shard the replacement.
 
     Args:
-        model: A converted model that is not sharded yet.
-        checkpointed: Whether the backward repeats forwards (``torch.utils.checkpoint``). If it is False, a repeated
-            forward raises if memory holds the codes of the backward.
-        one_gather: What is gathered if one gather serves both passes: ``"codes"`` gathers the codes of both passes,
-            two bytes an element (one byte for codes of four bits); ``"param_dtype"`` gathers values.
-        ignored_params: The parameters that ``fully_shard`` will be given as ``ignored_params``, such as experts that
-            `ExpertParallel` has spread over ranks. These parameters are not replaced.
+        model: A converted model that is not yet sharded.
+        checkpointed: Whether the backward recomputes forwards (``torch.utils.checkpoint``). If False, a recomputed
+            forward raises an error if the buffer holds the weight for the backward.
+        one_gather: What to communicate if a single all-gather serves both passes. ``"codes"`` sends the quantized
+            weights for both passes, two bytes per element (one byte in four bits). ``"param_dtype"`` sends the weight
+            in high precision.
+        ignored_params: The parameters that you will pass to ``fully_shard`` as ``ignored_params``, such as experts
+            sharded by `ExpertParallel`. These parameters are not replaced.
 
     Returns:
-        The model. Make optimizers afterwards, because parameters of these layers are new objects.
+        The model. Create optimizers afterwards, because the parameters of these layers are new objects.
 
     Raises:
         TypeError: The model is not a module, or ``checkpointed`` is not a bool.
-        ValueError: FSDP2 shards no FP8 weight of the model, no weight can be gathered as codes, the model is sharded
-            already, or ``one_gather`` is neither ``"codes"`` nor ``"param_dtype"``.
-        RuntimeError: PyTorch 2.11.
+        ValueError: The model has no FP8 weight for FSDP2 to shard, no weight can be all-gathered in FP8, the model is
+            already sharded or wrapped in DistributedDataParallel, ``one_gather`` is neither ``"codes"`` nor
+            ``"param_dtype"``, or it is ``"param_dtype"`` and the model has FP8 parameters.
+        RuntimeError: PyTorch is version 2.11.
     """
     _check_arguments(checkpointed, one_gather)
     weights = _check_model(model, set(ignored_params))
     check_meshes("fsdp_float8_all_gather", model, set(ignored_params))
-    _compat.allow_group_in_subclass()
+    allow_groups()
     users = users_of_parameters(model)
-    reasons = {weight: _why_plain(weight, users[weight.parameter]) for weight in weights}
+    reasons = {
+        weight: _why_plain(weight, users[weight.parameter]) if weight.parameter in users else COMPUTED
+        for weight in weights
+    }
     chosen = [weight for weight, reason in reasons.items() if reason is None]
+    check_not_in_ddp("fsdp_float8_all_gather", [weight.parameter for weight in chosen])
     every = [_compat.local_itself(weight.parameter) for weight in weights]
-    pairs = [each for each in every if isinstance(each, QuantizedParameter) and each.gathers is not None]
-    for parameter in pairs:
-        _ask_pair(parameter, checkpointed, one_gather)
-    if not chosen and not pairs:
+    quantized = [each for each in every if isinstance(each, QuantizedParameter)]
+    for parameter in quantized:
+        _ask_quantized(parameter, checkpointed, one_gather)
+    if not chosen and not quantized:
         raise ValueError(
-            "fsdp_float8_all_gather: no weight of this model can be gathered as codes, for "
-            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. Where it is the recipe, "
-            "take another, such as recipes.rowwise or tensorwise, or fp8compile.parallel.graph_fsdp, which gathers "
-            "codes of each fp8compile.Linear; else leave fsdp_float8_all_gather out: fully_shard gathers the weights."
+            "fsdp_float8_all_gather: no weight of this model can be all-gathered in FP8, because "
+            f"{'; '.join(dict.fromkeys(reason for reason in reasons.values() if reason))}. If this is due to the "
+            "recipe, use another one, such as recipes.rowwise or tensorwise, or use fp8compile.parallel.graph_fsdp, "
+            "which all-gathers each fp8compile.Linear in FP8. Otherwise, omit fsdp_float8_all_gather; fully_shard "
+            "then all-gathers the weights in high precision."
         )
     gathers = {
         weight.parameter: GatherPolicy(one_gather, checkpointed, name=weight.name)
@@ -255,17 +277,18 @@ def fsdp_float8_all_gather(
     return model
 
 
-def _ask_pair(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
-    """Store ``checkpointed`` in a quantized parameter that has separate codes for grad_input.
+def _ask_quantized(parameter: QuantizedParameter, checkpointed: bool, one_gather: str) -> None:
+    """Store ``checkpointed`` in a quantized parameter, if it has separate codes for grad_input.
 
     Raise a ValueError for ``one_gather="param_dtype"``, because a quantized parameter has no values to gather.
     """
     if one_gather == PLAIN:
         raise ValueError(
-            f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, and parameters that are codes (quantized_parameters of "
-            f"fp8compile.convert) have no values to gather. Take {BOTH!r}."
+            f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, but FP8 parameters (quantized_parameters of "
+            f"fp8compile.convert) can't be gathered in high precision. Use {BOTH!r}."
         )
-    parameter.gathers.checkpointed = checkpointed  # type: ignore[union-attr]  # there are two sets of its codes
+    if parameter.gathers is not None:
+        parameter.gathers.checkpointed = checkpointed
 
 
 def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) -> None:
@@ -278,6 +301,7 @@ def _wrap_all(chosen: list[_Weight], gathers: dict[nn.Parameter, GatherPolicy]) 
     for weight in chosen:
         if weight.parameter not in wrapped:
             wrapped[weight.parameter] = _wrapped(weight, gathers.get(weight.parameter))
+            mark_replaced(weight.parameter, "fp8compile.parallel.fsdp_float8_all_gather")
         setattr(weight.module, weight.name, wrapped[weight.parameter])
         weight.module.weight_scales = scales
         setattr(weight.module, MARK, number)

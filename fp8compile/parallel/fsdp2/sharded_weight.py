@@ -305,8 +305,9 @@ def _layout_of_shard(weight: ShardedWeight, mesh: DeviceMesh, size: Sequence[int
     sizes = chunk_sizes(size[dim], ranks)
     if tuple(weight.shape) != (*size[:dim], sizes[rank], *size[dim + 1 :]):
         raise ValueError(
-            f"fsdp_float8_all_gather: rank {rank} of {ranks} has {tuple(weight.shape)} of a weight {tuple(size)}; "
-            "weights that are gathered as codes are sharded along dim 0. Leave out shard_placement_fn for them."
+            f"fsdp_float8_all_gather: rank {rank} of {ranks} has shape {tuple(weight.shape)} of a weight "
+            f"{tuple(size)}, but weights that are all-gathered in FP8 must be sharded along dim 0. Omit "
+            "shard_placement_fn for them."
         )
     shards = DimSharding(mesh.get_group().group_name, rank, dim, sizes)
     return TensorLayout((*weight.cuts, shards), weight.batch)

@@ -12,10 +12,10 @@ __all__ = ["share_scales"]
 
 
 def share_scales(model: Model) -> Model:
-    """Store in each shard of a quantized parameter which ranks share its scale.
+    """Record in each shard of a quantized parameter which ranks share its scale.
 
-    Otherwise FSDP2's first forward stores them. Call this if weights are written to before the first forward, such as
-    by ``reset_parameters`` after a start on the meta device.
+    Otherwise FSDP2's first forward records this. Call this function if you write to weights before the first forward,
+    such as with ``reset_parameters`` after initialization on the meta device.
 
     Args:
         model: A model after ``fully_shard``.
@@ -25,7 +25,7 @@ def share_scales(model: Model) -> Model:
 
     Raises:
         TypeError: The model is not a module.
-        RuntimeError: PyTorch 2.11, whose tensors can't hold a process group.
+        RuntimeError: PyTorch is version 2.11, whose tensors can't hold a process group.
     """
     check_model("share_scales", model)
     for parameter in model.parameters():

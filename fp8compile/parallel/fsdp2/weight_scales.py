@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fp8compile import _compat
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.nn.delayed_state import RowOfWeight
+from fp8compile.nn.layer.delayed_state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.quantize_over_ranks import Scales, outer_amax_of, scales_of, whole_amax
 from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
@@ -63,8 +63,8 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
     local = _compat.local_itself(parameter.sharded)
     if not isinstance(local, ShardedWeight):
         raise RuntimeError(
-            f"fsdp_float8_all_gather: a parameter that was to be gathered as codes became a {type(local).__name__}. "
-            "Change weights in place, or by load_state_dict."
+            "fsdp_float8_all_gather: a parameter that was prepared for an FP8 all-gather was replaced by a "
+            f"{type(local).__name__}. Change weights in place, or with load_state_dict."
         )
     return local.edits, (parameter.sharded._version, local._version, local.plain._version, local.edits.count)
 
@@ -225,8 +225,8 @@ def _shared_amaxes(
         group: Any = module.scale_group
         if any((each, slot) not in own for each in group):
             raise RuntimeError(
-                "fsdp_float8_all_gather: layers share an outer scale, and fully_shard shards only some of their "
-                "weights. Shard all of them, or none."
+                "fsdp_float8_all_gather: layers share a global scale, but fully_shard shards only some of their "
+                "weights. Shard all of them or none."
             )
         found[module, slot] = torch.cat([own[each, slot] for each in group]).amax(0, keepdim=True)
     return found

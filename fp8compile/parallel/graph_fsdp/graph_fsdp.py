@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fp8compile import _compat
 from fp8compile.nn import Linear
 from fp8compile.nn.check_model import Model
-from fp8compile.nn.convertible_layers import is_converted, weight_names
+from fp8compile.nn.convertible.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.host import stacks
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
@@ -33,43 +33,41 @@ def _check_arguments(model: object, mesh: object, mp_policy: object) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if not isinstance(model, nn.Module):
-        raise TypeError(f"graph_fsdp: model is {shown(model)}; it is a torch.nn.Module.")
+        raise TypeError(f"graph_fsdp: `model` is {shown(model)}; it must be a torch.nn.Module.")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"graph_fsdp: mesh is {shown(mesh)}; it is a DeviceMesh, such as init_device_mesh('cuda', (8,))."
+            f"graph_fsdp: `mesh` must be a DeviceMesh, such as init_device_mesh('cuda', (8,)); got {shown(mesh)}."
         )
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"graph_fsdp: mesh has {mesh.ndim} dims; it has one, over which rows are sharded, or two, of which the "
-            "first replicates. Take the data parallel part of a larger one: mesh['dp_replicate', 'dp_shard']."
+            f"graph_fsdp: `mesh` has {mesh.ndim} dims; it must have one, over which rows are sharded, or two, of "
+            "which the first replicates. Pass the data parallel part of a larger mesh: mesh['dp_replicate', "
+            "'dp_shard']."
         )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(
-            f"graph_fsdp: mp_policy is {shown(mp_policy)}; it is a torch.distributed.fsdp.MixedPrecisionPolicy, or "
-            "None."
-        )
+        raise TypeError(f"graph_fsdp: `mp_policy` must be a MixedPrecisionPolicy or None, got {shown(mp_policy)}.")
 
 
 def _check_module(name: str, module: nn.Module) -> None:
     what = f"graph_fsdp: {name or 'the model'} ({type(module).__name__})"
     if is_sharded(module):
-        raise ValueError(f"{what} is sharded already. Call graph_fsdp once, on the whole model.")
+        raise ValueError(f"{what} is already sharded. Call graph_fsdp once, on the root model.")
     if isinstance(module, Linear) and module.scale_group:
         raise ValueError(
-            f"{what} shares an outer scale with other layers (share_outer_scale of fp8compile.convert), which this "
-            "does not reduce. Take fully_shard, with fsdp_float8_all_gather or without."
+            f"{what} shares a global scale with other layers (share_outer_scale of fp8compile.convert), which "
+            "graph_fsdp does not support. Use fully_shard, with or without fsdp_float8_all_gather."
         )
     if _compat.is_fsdp(module):
-        raise ValueError(f"{what} is one of fully_shard's. Use one of the two.")
+        raise ValueError(f"{what} is already sharded by fully_shard. Use only one of the two.")
     if is_converted(module) and module.recipe.cache_weights:
         raise ValueError(
-            f"{what} has a recipe with cache_weights, and a graph with FSDP makes codes of shards in each forward. "
-            "Leave cache_weights out, or take fully_shard with fsdp_float8_all_gather, which keeps those of shards."
+            f"{what} has a recipe with cache_weights, but graph_fsdp quantizes shards in each forward. Omit "
+            "cache_weights, or use fully_shard with fsdp_float8_all_gather, which caches the quantized shards."
         )
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise ValueError(
-            f"{what} has a forward of its own instance, by .compile() or another library, which would not gather "
-            "parameters. Call graph_fsdp first, torch.compile after it."
+            f"{what} has a forward replaced on the instance, by .compile() or another library, which would not "
+            "gather parameters. Call graph_fsdp first, then torch.compile."
         )
 
 
@@ -78,23 +76,27 @@ def _check_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> No
     local = _compat.local_itself(parameter.data)
     if isinstance(local, QuantizedTensor) or hasattr(local, "fsdp_pre_all_gather"):
         raise TypeError(
-            f"{what} is a {type(local).__name__}; this takes plain tensors. Use fully_shard for a QuantizedTensor, "
-            "and fsdp_float8_all_gather with fully_shard alone."
+            f"{what} is a {type(local).__name__}, but graph_fsdp requires plain tensors. Use fully_shard for a "
+            "QuantizedTensor, and fsdp_float8_all_gather only with fully_shard."
         )
     if parameter.ndim == 0:
-        raise ValueError(f"{what} has no dims, and dim 0 is what is sharded. Give it the shape (1,).")
+        raise ValueError(f"{what} has no dims, but graph_fsdp shards dim 0. Give it the shape (1,).")
     if parameter.device.type not in (mesh.device_type, "meta"):
         raise ValueError(
-            f"{what} is on {parameter.device} and the mesh on {mesh.device_type!r}. Move the model first."
+            f"{what} is on {parameter.device}, but the mesh is on {mesh.device_type!r}. Move the model to the device "
+            "of the mesh."
         )
     if isinstance(parameter, DTensor):
         if any(placement.is_partial() for placement in parameter.placements):
-            raise ValueError(f"{what} has placements {parameter.placements}; it is Shard or Replicate on each.")
+            raise ValueError(
+                f"{what} has placements {parameter.placements}; each must be Shard or Replicate. Call .redistribute() "
+                "first."
+            )
         names, tp_names = mesh.mesh_dim_names or (), parameter.device_mesh.mesh_dim_names or ()
         if not names or not tp_names or set(names) & set(tp_names):
             raise ValueError(
-                f"{what} is a DTensor on {parameter.device_mesh}, and mesh is {mesh}; they are different dims, with "
-                "names, of one mesh. Take both from init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
+                f"{what} is a DTensor on {parameter.device_mesh}, and the mesh is {mesh}; they must be different "
+                "named dims of one mesh. Get both from init_device_mesh(..., mesh_dim_names=('dp', 'tp'))."
             )
 
 
@@ -156,35 +158,36 @@ def graph_fsdp(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
 ) -> Model:
-    """Shard all parameters of a model over ranks, in place, with collectives as nodes of its graph.
+    """Shard all parameters of a model over ranks, in place, with collectives as nodes in its graph.
 
-    ``torch.compile(model, fullgraph=True)`` is then one graph. Weights of ``fp8compile.Linear`` and stacked (3-D)
-    weights of experts in FP8 travel as the codes that forward or backward needs. Other parameters, such as those of
-    Conv1D and of DBRX's experts, travel in the dtype in which they are used. Gradients travel in ``reduce_dtype``.
-    Of what it gathers, compiled code keeps only vectors (biases and norms) for the backward. Results have the same
-    bits as with ``fully_shard``.
+    ``torch.compile(model, fullgraph=True)`` then compiles a single graph. Weights of ``fp8compile.Linear`` and stacked
+    (3-D) weights of FP8 experts are all-gathered in FP8, quantized as the forward or backward needs them. Other
+    parameters, such as those of Conv1D and of DBRX's experts, are all-gathered in the dtype in which they are used.
+    Gradients are reduced in ``reduce_dtype``. Of the gathered tensors, compiled code keeps only vectors (biases and
+    norms) for the backward. Results are bit-identical to those with ``fully_shard``.
 
     Parameters become DTensors with ``Shard(0)``, placed as ``fully_shard`` places them; shards may be uneven or empty.
-    While the model's forward runs, its modules see whole parameters. Each rank cuts its shard from its own values:
-    give all ranks the same values before, or initialize the shards afterwards. Make optimizers afterwards.
+    While the model's forward runs, its modules see full parameters. Each rank takes its shard from its own values, so
+    either give all ranks the same values before this call, or initialize the shards afterwards. Create optimizers
+    afterwards.
 
     Args:
-        model: A model that is converted already, and parallelized already if it is tensor parallel. Compile it
-            afterwards.
-        mesh: A mesh with one dim, over which rows are sharded, or with two dims, the first of which replicates. With
-            tensor parallelism, these are dims of the same named mesh, without the tensor parallel dim.
-        mp_policy: Dtypes, as ``fully_shard`` takes them. The model's inputs and outputs are cast; inputs and outputs
-            of modules inside are not.
-        ignored_params: Parameters that stay as they are, such as experts that `ExpertParallel` has spread over the
+        model: A converted model. Apply tensor parallelism before this call, and compile afterwards.
+        mesh: A 1-D mesh over which rows are sharded, or a 2-D mesh whose first dim replicates. With tensor
+            parallelism, these are dims of the same named mesh, without the tensor parallel dim.
+        mp_policy: Mixed precision policy, as for ``fully_shard``. Only the inputs and outputs of the model are cast,
+            not those of its submodules.
+        ignored_params: Parameters that are not sharded, such as experts that `ExpertParallel` has sharded over the
             ranks of ``mesh``. The caller reduces their gradients.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: An argument is of another type, or a parameter is a QuantizedTensor or gathered as codes by FSDP2.
-        ValueError: The mesh has other dims, a parameter is on another device or has no dims, the model was sharded or
-            compiled before, or its layers share an outer scale or cache codes of their weights.
+        TypeError: An argument has a wrong type, or a parameter is a QuantizedTensor or is all-gathered in FP8 by
+            FSDP2.
+        ValueError: The mesh has an unsupported shape, a parameter is on another device or is 0-D, the model is already
+            sharded or compiled, or its layers share a global scale or cache quantized weights.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

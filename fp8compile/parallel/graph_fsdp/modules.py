@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
-from fp8compile.nn.ungathered_experts import UngatheredStack
-from fp8compile.ops import fsdp_delayed_linear, fsdp_linear
-from fp8compile.ops.layer.layer_ops import FSDP
+from fp8compile.nn.layer.forward_dtype import note_forward_dtype
+from fp8compile.nn.layer.ungathered_experts import UngatheredStack
+from fp8compile.ops import delayed_linear, linear
+from fp8compile.ops.layer.known import Known
+from fp8compile.ops.layer.layer_sharding import OverFsdp
 from fp8compile.parallel.graph_fsdp.delayed_scaling import AmaxCarrier, AmaxReduction, attach, consume
 from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, gather, used_dtype
 from fp8compile.parallel.graph_fsdp.weight_amaxes import WeightAmaxPlan, exchange
@@ -85,9 +87,9 @@ def _check_elements(inputs: Any) -> None:
     sizes = [value.numel() for value in pytree.tree_leaves(inputs) if isinstance(value, Tensor)]
     if sizes and all(_compat.guard_or_false(size == 0) for size in sizes):
         raise ValueError(
-            "graph_fsdp: no input of the compiled model has an element on this rank. Its backward would send other "
-            "messages than those of ranks with tokens, which would wait for ever. Pad the batch to the shape that it "
-            "has on other ranks, and mask the loss of what is padding."
+            "graph_fsdp: no input of the compiled model has an element on this rank. Its backward would run "
+            "different collectives than those of ranks with tokens, which would wait forever. Pad the batch to the "
+            "shape on the other ranks, and mask the loss of the padding."
         )
 
 
@@ -148,8 +150,8 @@ def _check_one_cast(name: str, weight: Tensor, sharding: ParameterSharding, used
     """
     if used != sharding.dtype and sharding.dtype != weight.dtype:
         raise TypeError(
-            f"{name}: autocast casts to {used} and param_dtype of mp_policy is {sharding.dtype}. Leave one of them "
-            "out, or make them the same."
+            f"{name}: autocast casts to {used}, but param_dtype of mp_policy is {sharding.dtype}. Use the same dtype "
+            "for both, or omit either autocast or param_dtype."
         )
 
 
@@ -175,16 +177,14 @@ def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterShar
     """
     if not isinstance(x, Tensor) or x.dtype not in SOURCE_DTYPES:
         given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"Linear: x is {given}; FP8 layers take tensors of bfloat16, float16 and float32. Cast it.")
+        raise TypeError(f"Linear: `x` is {given}; it must be a tensor of bfloat16, float16 or float32. Cast it.")
     if x.ndim == 0 or x.shape[-1] != layer.in_features:
-        raise ValueError(
-            f"Linear: x has shape {tuple(x.shape)}; its last dim has to be in_features, {layer.in_features}."
-        )
+        raise ValueError(f"Linear: the last dim of x must be in_features, {layer.in_features}; got {tuple(x.shape)}.")
     if _compat.is_dtensor(x) != (sharding.tensor_parallel is not None):
         one, other = ("x", "the weight") if sharding.tensor_parallel is None else ("the weight", "x")
         raise TypeError(
-            f"Linear: {one} is spread over tensor parallel ranks and {other} is not. Use parallelize_module for all "
-            "of the layer, or for none of it."
+            f"Linear: {one} is sharded over tensor parallel ranks, but {other} is not. Call parallelize_module for "
+            "the full layer or not at all."
         )
     used = used_dtype(sharding, x)
     _check_one_cast("Linear", layer._parameters["weight"], sharding, used)
@@ -194,7 +194,7 @@ def _checked(layer: Any, x: Tensor, bias: Tensor | None, sharding: ParameterShar
         x = x.to(used)
     if x.dtype != used:
         raise TypeError(
-            f"Linear: x is {x.dtype} and the weight is used in {used}; they have one dtype. Cast x, pass "
+            f"Linear: `x` is {x.dtype}, but the weight is used in {used}. Cast x, pass "
             "mp_policy=MixedPrecisionPolicy(param_dtype=...), or run under torch.autocast."
         )
     return x, bias
@@ -215,23 +215,26 @@ class _ShardedLinear(_ShardedModule):
         x, bias = _checked(self, input, given, sharding)
         state: Any = self.graph_fsdp
         amax = state.amaxes.get("weight")
-        amaxes = amax, amax if state.weight_amax_plan.same else state.amaxes.get("weight_for_grad_input")
+        for_grad_input = amax if state.weight_amax_plan.same else state.amaxes.get("weight_for_grad_input")
+        known = [*Known(amax=amax), *Known(amax=for_grad_input)]
         weight: Any = self._parameters["weight"]
-        operands = x, weight.to_local(), bias
+        operands, where = (x, weight.to_local(), bias), OverFsdp(sharding.rows)
         layer: Any = self
+        note_forward_dtype(self, "weight")
         observer, used = layer.observer("weight"), None
         if state.amax_reduction is None:
-            y = fsdp_linear(*operands, *amaxes, sharding.rows, self.recipe)
+            y = linear(*operands, None, known, [], where, self.recipe)
         else:
             multiplier = _compat.replicated(self.multiplier)
-            carrier = consume(self, x)
-            y, used, *_ = fsdp_delayed_linear(*operands, *carrier, *amaxes, multiplier, sharding.rows, self.recipe)
+            carriers = consume(self, x)
+            own = *carriers, None, multiplier, None
+            y, used, *_ = delayed_linear(*operands, *own, None, known, [], where, self.recipe)
         if observer is None:
             return y
         # the op that observes takes one amax: if products have two, or the recipe is another, it exchanges its own
         is_known = state.weight_amax_plan.same and observer.recipe is None
-        place = amax if is_known else None, used, sharding.rows
-        return FSDP.observe(y, x, weight.to_local(), *place, observer=observer, recipe=self.recipe)
+        known = [*Known(amax=amax if is_known else None, multiplier=used)]
+        return observer.observe(y, x, weight.to_local(), None, known, [], where, self.recipe)
 
 
 @cache

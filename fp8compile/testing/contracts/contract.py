@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["BrokenContract", "NotLookedAt", "check_contracts", "compiled_afresh", "looked_at", "looking_at", "shown"]
 
 Input = TypeVar("Input")
-_INPUT: ContextVar[str | None] = ContextVar("the input that a contract looks at", default=None)
+_INPUT: ContextVar[str | None] = ContextVar("input of the current contract check", default=None)
 
 
 class BrokenContract(Exception):
@@ -83,9 +83,9 @@ def _breach(contract: Callable[..., Any], arguments: Sequence[Any], state: Calla
         contract(*arguments)
         if (after := state()) != before:
             return BrokenContract(
-                expected="what is checked is the same afterwards as before",
+                expected="the checked object is unchanged",
                 found=f"{after} instead of {before}",
-                mend="assign nothing to it, by object.__setattr__ neither; what changes goes into a module's buffers",
+                mend="do not assign to it, not even with object.__setattr__; keep what changes in buffers of a module",
             )
     except BrokenContract as broken:
         return broken
@@ -95,13 +95,13 @@ def _breach(contract: Callable[..., Any], arguments: Sequence[Any], state: Calla
         return BrokenContract(
             expected=_first_sentence(contract),
             found=f"{type(error).__name__}: {error}",
-            mend="make what raised this work; its traceback is the cause of this error",
+            mend="fix the error that was raised; its traceback is the cause of this error",
         ).with_traceback(error.__traceback__)
     return None
 
 
 def _lines(name: str, broken: BrokenContract, given: str | None) -> str:
-    parts = [("expected", broken.expected), ("found", broken.found), ("to mend", broken.mend)]
+    parts = [("expected", broken.expected), ("found", broken.found), ("to fix", broken.mend)]
     if given is not None:
         parts.insert(0, ("input", given))
     body = [textwrap.indent(f"{label:<10}{text}", "    ").replace("\n    ", "\n" + " " * 14) for label, text in parts]
@@ -140,16 +140,16 @@ def check_contracts(
         AssertionError: One or more contracts are broken.
     """
     if isinstance(skip, str):
-        raise TypeError(f"skip is {skip!r}; it is a tuple of names: skip=({skip!r},).")
+        raise TypeError(f"`skip` is {skip!r}; it must be a tuple of names: skip=({skip!r},).")
     known = {contract.__name__: contract for contract in contracts}
     if unknown := [name for name in skip if name not in known]:
-        raise ValueError(f"skip names {', '.join(map(repr, unknown))}; the contracts are {', '.join(known)}.")
+        raise ValueError(f"`skip` contains {', '.join(map(repr, unknown))}; the contracts are {', '.join(known)}.")
     broken: dict[str, BrokenContract] = {}
     told, unseen = [], dict.fromkeys(skip, "skipped")
     asked = [name for name in known if name not in skip]
     for name in asked:
         if foundation in broken:
-            unseen[name] = f"not run, for it builds on {foundation}"
+            unseen[name] = f"not run, because it depends on {foundation}"
             continue
         try:
             breach = _breach(known[name], arguments, state)
@@ -162,10 +162,10 @@ def check_contracts(
             broken[name] = breach
             told.append(_lines(name, breach, _INPUT.get()))
     for name, reason in unseen.items():
-        print(f"{subject}: {name} was not looked at: {reason}", flush=True)
+        print(f"{subject}: {name} was not checked: {reason}", flush=True)
     if broken:
         if left_out := [name for name in asked if unseen.get(name, "").startswith("not run")]:
-            told.append(f"  Not run, for they build on {foundation}: {', '.join(left_out)}.")
+            told.append(f"  Not run, because they depend on {foundation}: {', '.join(left_out)}.")
         count = f"{len(broken)} of {len(asked)} contracts"
         raise AssertionError("\n\n".join([f"{subject} breaks {count}:", *told])) from next(iter(broken.values()))
     return unseen

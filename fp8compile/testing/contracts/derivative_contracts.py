@@ -19,8 +19,8 @@ __all__ = ["backward_is_the_derivative", "backward_is_there_or_raises", "differe
 STEPS = (1e-5, 1e-4, 1e-3, 0.5)  # the last, large step tells a constant function from a staircase
 SMOOTH = 1e-3  # relative difference of a smooth function's slopes; small steps have squares of at most 1e-6
 MEND = (
-    "mend backward; or, if it is meant to be another one (straight through a rounding), say of what: "
-    "check_op(op, gradient=...), a differentiable function of impl's arguments"
+    "fix backward. If it intentionally differs (as for a straight-through estimator), pass check_op(op, "
+    "gradient=...), a differentiable function of impl's arguments with the intended derivative"
 )
 
 
@@ -52,11 +52,11 @@ def gradients_of(op: Op, call: Callable[..., Any], args: tuple[Any, ...], leaves
 
     ``call(*args)`` computes the op, eager or compiled; ``leaves`` are the arguments that require grad.
     """
-    given = [arg.clone() if place in _updated(op) else arg for place, arg in enumerate(args)]
+    given = [arg.clone() if place in _updated(op) and arg is not None else arg for place, arg in enumerate(args)]
     outputs = [out for out in results(call(*given)) if out.requires_grad]
     found = torch.autograd.grad(outputs, leaves, _weights_like(outputs), allow_unused=True)
     gradients = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
-    return *gradients, *(given[place] for place in _updated(op))
+    return *gradients, *(given[place] for place in _updated(op) if given[place] is not None)
 
 
 def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
@@ -71,7 +71,7 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
                     raise BrokenContract(
                         expected=f"a gradient of shape {tuple(leaf.shape)}, {leaf.dtype}",
                         found=f"shape {tuple(gradient.shape)}, {gradient.dtype}",
-                        mend="return from backward a gradient like each argument, None for what needs none",
+                        mend="return from backward a gradient like each argument, or None if it needs none",
                     )
             continue
         outputs = [out for out in results(op.overload(*given)) if out.requires_grad]
@@ -83,9 +83,9 @@ def backward_is_there_or_raises(op: Op, device: torch.device) -> None:
             raise
         if outputs:
             raise BrokenContract(
-                expected="a backward pass that reaches an op without derivative raises",
+                expected="a backward pass that reaches an op without a derivative raises an error",
                 found="it gave gradients",
-                mend="register the op by fp8compile.library.register_op alone",
+                mend="register the op only with fp8compile.library.register_op",
             )
 
 
@@ -176,7 +176,7 @@ def _check_by_differences(op: Op, args: tuple[Any, ...]) -> bool:
     claimed = sum(float((gradient.double() * d).sum()) for gradient, d in zip(found, direction, strict=False))
     if abs(claimed - small[0]) > SMOOTH * max(scale, 1e-6):
         raise BrokenContract(
-            expected=f"gradients whose product with a direction is {small[0]:.6g}, impl's slope by float64 "
+            expected=f"gradients with the directional derivative {small[0]:.6g}, impl's slope from float64 "
             f"differences, for ({shown(args)})",
             found=f"{claimed:.6g}",
             mend=MEND,
@@ -208,13 +208,13 @@ def backward_is_the_derivative(op: Op, device: torch.device, reference: Callable
         ):
             if wanted is not None and (differs := _half_of_the_digits(got, wanted)) is not None:
                 raise BrokenContract(
-                    expected=f"the gradients that autograd has of {what}, for ({shown(args)})",
+                    expected=f"the gradients that autograd computes for {what}, for ({shown(args)})",
                     found=f"gradient {index} of backward: {differs}",
                     mend=MEND,
                 )
     if unseen:
         raise NotLookedAt(
-            f"the values of the derivative, for {len(unseen)} inputs, the first ({unseen[0]}): autograd gets through "
-            "neither impl nor decompose, and impl is not smooth in float64. Give check_op(op, gradient=...), a "
-            "differentiable function of impl's arguments that has the derivative that backward is to give"
+            f"the values of the derivative, for {len(unseen)} inputs, the first ({unseen[0]}): autograd supports "
+            "neither impl nor decompose, and impl is not smooth in float64. Pass check_op(op, gradient=...), a "
+            "differentiable function of impl's arguments with the intended derivative"
         )

@@ -44,8 +44,8 @@ from fp8compile.testing.graphs.recording import BACKENDS
 __all__ = ["check_op"]
 
 SAME_ARITHMETIC = (
-    "make decompose do the arithmetic of impl, on fp8compile.library.rounded(x) for each floating point argument "
-    "(Inductor drops the rounding of a fused bfloat16 value)"
+    "make decompose compute what impl computes, on fp8compile.library.rounded(x) for each floating point argument "
+    "(Inductor omits the rounding of a fused bfloat16 value)"
 )
 
 
@@ -89,7 +89,7 @@ def samples_cover_it(op: Op, device: torch.device) -> None:
             raise BrokenContract(
                 expected=f"{what} among the samples",
                 found=f"none in {len(samples)} samples",
-                mend="yield it from samples: shapes with 0, one of .t(), each dtype and option",
+                mend="return one from samples: shapes with a size 0, one of .t(), each dtype and option",
             )
 
 
@@ -103,14 +103,14 @@ def results_are_new(op: Op, device: torch.device) -> None:
                 raise BrokenContract(
                     expected=f"new tensors for ({shown(args)})",
                     found=f"result {index} shares memory with an argument",
-                    mend="return .clone() or compute something new: a compiler takes an op's results for new",
+                    mend="return .clone() or a new result: compilers assume that the results of an op are new tensors",
                 )
         for tensor, old in zip(tensors_of(args), before, strict=True):
             if (differs := difference(tensor, old)) is not None:
                 raise BrokenContract(
-                    expected=f"arguments ({shown(args)}) as they were",
+                    expected=f"unchanged arguments ({shown(args)})",
                     found=differs,
-                    mend="use no method in place (ending in _) on an argument",
+                    mend="do not call in-place methods (ending in _) on an argument",
                 )
 
 
@@ -122,8 +122,8 @@ def fake_is_like_the_result(op: Op, device: torch.device) -> None:
         with mode:
             given = tree_map_only(Tensor, partial(mode.from_tensor, static_shapes=True), args)
             fakes = results(op.overload(*given))
-        mend = "make fake return new_empty of what impl returns" + (
-            "; this one was derived from impl (fake=None): write one" if op.fake is op.impl else ""
+        mend = "make fake return new_empty tensors like the results of impl" + (
+            "; it was derived from impl (fake=None), so write one" if op.fake is op.impl else ""
         )
         if len(fakes) != len(real):
             raise BrokenContract(expected=f"{len(real)} results of fake", found=str(len(fakes)), mend=mend)
@@ -161,7 +161,7 @@ def decompose_is_the_kernel(op: Op, device: torch.device) -> None:
         with torch.no_grad():
             samples = [args for args in samples if op.decompose(*args) is not NotImplemented]
             got, expected = _call_all(op.decompose, samples), _call_all(op.overload, samples)
-        _compare(got, expected, samples, "the bits of impl from decompose, run as plain PyTorch", SAME_ARITHMETIC)
+        _compare(got, expected, samples, "decompose returns the bits of impl in eager mode", SAME_ARITHMETIC)
 
 
 def passes_opcheck(op: Op, device: torch.device) -> None:
@@ -178,7 +178,8 @@ def passes_opcheck(op: Op, device: torch.device) -> None:
             raise BrokenContract(
                 expected=f"torch.library.opcheck passes for ({shown(args)})",
                 found=f"{type(error).__name__}: {error}",
-                mend="see what PyTorch says: a mutation, a fake that is unlike, a derivative that is traced otherwise",
+                mend="see PyTorch's message: a mutation, a fake that differs, or a derivative that is traced "
+                "differently",
             ) from error
 
 
@@ -190,7 +191,7 @@ def compiled_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
     samples = some_samples(op, device)
     for backend in BACKENDS:
         got = compiled_afresh(_call_all, backend=backend, dynamic=False)(op.overload, samples)
-        _compare(got, _call_all(op.overload, samples), samples, f"the bits of impl, by {backend}", SAME_ARITHMETIC)
+        _compare(got, _call_all(op.overload, samples), samples, f"the bits of impl, with {backend}", SAME_ARITHMETIC)
 
 
 def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> None:
@@ -204,7 +205,9 @@ def compiled_backward_gives_the_bits_of_eager(op: Op, device: torch.device) -> N
             got = gradients_of(op, compiled_afresh(op.overload, backend=backend, dynamic=False), given, leaves)
             expected = gradients_of(op, op.overload, given, leaves)
             differ = sum_difference if backend == "inductor" else difference
-            _compare([got], [expected], [args], f"the gradients of eager mode, by {backend}", SAME_ARITHMETIC, differ)
+            _compare(
+                [got], [expected], [args], f"the gradients of eager mode, with {backend}", SAME_ARITHMETIC, differ
+            )
 
 
 def equal_arguments_run_the_same_graph(op: Op, device: torch.device) -> None:
@@ -221,7 +224,7 @@ def equal_arguments_run_the_same_graph(op: Op, device: torch.device) -> None:
             raise BrokenContract(
                 expected=f"one graph for ({shown(args)}), called three times",
                 found=f"{counts[-1] - counts[0]} more",
-                mend="run check_quantizer on the constants that it takes: two equal ones differ",
+                mend="run check_quantizer on the constants among its arguments: two equal ones compare as different",
             )
 
 
@@ -249,9 +252,9 @@ def cache_key_follows_its_source(op: Op, device: torch.device) -> None:
     as_it_is, _, edited = fresh_texts(constant, module)
     if as_it_is.error is not None or edited.error is not None or as_it_is.text == edited.text:
         raise BrokenContract(
-            expected=f"another text of {constant!r} in a graph, once {module.__file__} was edited",
-            found=as_it_is.error or edited.error or "the same text: a compile cache would run the old code",
-            mend="register the op in the package that holds what impl calls",
+            expected=f"a different text of {constant!r} in a graph after {module.__file__} was edited",
+            found=as_it_is.error or edited.error or "the same text, so a compile cache would run the old code",
+            mend="register the op in the package that contains what impl calls",
         )
 
 
@@ -267,17 +270,17 @@ def sharded_gives_the_bits_of_whole(op: Op, device: torch.device) -> None:
         found = check_shards(op, args)
         if found.wrong is not None:
             raise BrokenContract(
-                expected="the op on shards, put together, is the op on the whole",
+                expected="the concatenated results of the op on shards equal the op on the full tensor",
                 found=found.wrong,
-                mend="leave this Split out, or mend its cuts (unit: what shares a block) and outputs",
+                mend="remove this Split, or fix its cuts (unit: the elements that share a block) and outputs",
             )
         ran += found.ran
     if not ran:
         first = all_samples(op)[0]
         raise BrokenContract(
-            expected="a Split for one of the samples at least",
+            expected="a Split for at least one of the samples",
             found=f"none in {len(all_samples(op))} samples; for the first the rule returns {splits_of(op, first)}",
-            mend="write sharding=None if it can't be cut, or samples that can",
+            mend="pass sharding=None if the op can't be sharded, or samples that can",
         )
 
 
@@ -304,8 +307,8 @@ def _registered(op: object) -> Op:
     if name in OPS:
         return OPS[name]
     raise TypeError(
-        f"check_op: op is {op!r}; it is what fp8compile.library.register_op returned, or its name. Registered are "
-        f"{', '.join(sorted(OPS))}."
+        f"check_op: `op` is {op!r}; it must be the result of fp8compile.library.register_op, or a name. Registered "
+        f"are {', '.join(sorted(OPS))}."
     )
 
 
@@ -324,10 +327,10 @@ def check_op(
     device: torch.device | str = "cpu",
     skip: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Check, on an operator's own samples, that it works wherever a built-in one does.
+    """Check, on an operator's own samples, that it works wherever a built-in operator does.
 
-    Prints each contract that holds. Takes some ten seconds, because it compiles and starts processes. All earlier
-    compiled graphs are dropped.
+    Prints each contract that holds. This takes about ten seconds, because it compiles and starts processes. All
+    previously compiled graphs are dropped.
 
     The op's derivative is compared with autograd's derivative of ``impl`` or of ``decompose``, to half of the digits.
     If autograd can differentiate neither function, the derivative is compared with finite differences of ``impl`` in
@@ -342,11 +345,11 @@ def check_op(
         skip: Names of contracts to leave out, as the report prints them: a list or tuple.
 
     Returns:
-        What was not checked, in words, by the name of the contract.
+        For each contract that was not checked, by name, the reason.
 
     Raises:
-        TypeError: The op is not registered, its samples are no tuples of arguments, or ``skip`` is a single string.
-        ValueError: ``skip`` contains a name that no contract has.
+        TypeError: The op is not registered, its samples are not tuples of arguments, or ``skip`` is a single string.
+        ValueError: ``skip`` contains an unknown contract.
         AssertionError: The op breaks one or more contracts. The text says for each what was expected, what was found
             and how to fix it.
     """

@@ -32,7 +32,7 @@ def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
         if not isinstance(args, (tuple, list)) or not _are_arguments(args, defaults):
             what = f"yields {shown((args,))}" if samples else "yields nothing"
             raise TypeError(
-                f"check_op: samples of {op.name} {what}; it yields tuples of impl's arguments, "
+                f"check_op: samples of {op.name} {what}; it must yield tuples of impl's arguments, "
                 f"({', '.join(parameters)})."
             )
     return tuple((*args, *defaults[len(args) :]) for args in samples)

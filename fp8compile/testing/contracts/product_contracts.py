@@ -30,8 +30,8 @@ __all__ = ["code_zero_is_zero", "gemms_read_what_dequantize_gives", "products_ar
 # capabilities of L4, H200 and B200: each has another set of FP8 GEMMs
 PRETENDED = (Target("cuda", (8, 9)), Target("cuda", (9, 0)), Target("cuda", (10, 0)))
 OWN_MEANING = (
-    "override gemm_format() only where dequantize computes what the inherited one does, the number of each float8 "
-    "code times the scale of its block; and stores_e8m0() only where scales are E8M0 bytes"
+    "override gemm_format() only if dequantize returns what the inherited one does, each float8 number times the "
+    "scale of its block; override stores_e8m0() only if scales are E8M0 bytes"
 )
 
 
@@ -66,8 +66,8 @@ def _check_product(found: Tensor, a: Tensor, b: Tensor, what: str) -> None:
     apart = (found.double() - a @ b).abs()
     if not (apart <= bound).all():
         raise BrokenContract(
-            expected=f"{what} is the product of what dequantize gives for its operands",
-            found=f"an element is {apart.nan_to_num(torch.inf).max().item():.3g} off, of at most "
+            expected=f"{what} is the matrix product of the dequantized operands",
+            found=f"an element differs by {apart.nan_to_num(torch.inf).max().item():.3g}; the largest element is "
             f"{(a @ b).abs().max().item():.3g}",
             mend=OWN_MEANING,
         )
@@ -77,7 +77,7 @@ def products_are_those_of_dequantize(q: Quantizer, device: torch.device) -> None
     """scaled_mm, and a layer with its gradients, multiply the values that dequantize returns."""
     left = _as_left_operand(q)
     if left is None:
-        raise NotLookedAt(f"no GEMM takes blocks {q.block}, so scaled_mm and recipes refuse them")
+        raise NotLookedAt(f"no GEMM supports blocks {q.block}, so scaled_mm and recipes raise an error")
     q = left
     x, weight = looking_at((_random(48, 64, 0, device), _random(32, 64, 1, device)))
     partner = _partner(q)
@@ -136,7 +136,9 @@ def _check_four_bit_product(q: Quantizer) -> None:
     a = Quantized(codes=codes, scale=scale, quantizer=q, outer_scale=outer)
     arguments = (a, a.t(), torch.float32, GemmConfig())
     if (differs := difference(NVFP4.multiply(*arguments), EMULATED.multiply(*arguments))) is not None:
-        raise BrokenContract(expected="codes that nvfp4_mm reads as dequantize does", found=differs, mend=OWN_MEANING)
+        raise BrokenContract(
+            expected="quantized data that nvfp4_mm reads as dequantize does", found=differs, mend=OWN_MEANING
+        )
 
 
 def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None:
@@ -156,8 +158,8 @@ def gemms_read_what_dequantize_gives(q: Quantizer, device: torch.device) -> None
     exact = q.dequantize(quantized.codes, quantized.scale, torch.float64)
     if (differs := difference(_as_read(quantized, read), exact)) is not None:
         raise BrokenContract(
-            expected=f"codes that the GEMMs of GPUs ({', '.join(chosen) or 'none today'}) read as dequantize does, "
-            f"for gemm_format() is {read.name}",
+            expected=f"quantized data that the GEMMs of GPUs ({', '.join(chosen) or 'none today'}) read as "
+            f"dequantize does, because gemm_format() is {read.name}",
             found=differs,
             mend=OWN_MEANING,
         )
@@ -169,7 +171,7 @@ def code_zero_is_zero(q: Quantizer, device: torch.device) -> None:
     found = q.dequantize(torch.zeros_like(quantized.codes), quantized.scale)
     if found.any():
         raise BrokenContract(
-            expected="codes of zero bytes stand for zeros",
+            expected="zero bytes stand for zeros",
             found=f"{found.abs().max().item()}",
-            mend="store the value zero as the byte 0: let cast add an offset to the codes, and dequantize take it off",
+            mend="store the value zero as the byte 0: let cast add an offset, and let dequantize subtract it",
         )

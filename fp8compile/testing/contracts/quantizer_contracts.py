@@ -40,7 +40,7 @@ from fp8compile.testing.graphs.recording import BACKENDS
 __all__ = ["check_quantizer"]
 
 FROZEN = "write @dataclass(frozen=True, repr=False) above the class, and keep every value in a field"
-PLAIN = "compute with PyTorch functions of the arguments and fields alone, in float32 (divide by exact_quotient)"
+PLAIN = "compute only with PyTorch functions of the arguments and fields, in float32 (divide with exact_quotient)"
 
 Device = torch.device
 
@@ -139,13 +139,13 @@ def equal_after_copy_and_pickle(q: Quantizer, device: Device) -> None:
             raise BrokenContract(
                 expected=f"{how} gives an equal quantizer",
                 found=f"{type(error).__name__}: {error}",
-                mend="define the class at the top level of a module, and every field as a plain argument of it",
+                mend="define the class at the top level of a module, with every field a plain argument",
             ) from error
         if type(other) is not type(q) or other != q or hash(other) != hash(q):
             raise BrokenContract(
                 expected=f"{how} gives an equal quantizer with the same hash",
                 found=f"{other!r}, equal: {other == q}, same hash: {hash(other) == hash(q)}",
-                mend=FROZEN + "; write no __eq__ and no __hash__",
+                mend=FROZEN + "; do not define __eq__ and __hash__",
             )
 
 
@@ -159,7 +159,7 @@ def different_fields_differ(q: Quantizer, device: Device) -> None:
             raise BrokenContract(
                 expected=f"{q!r} and {other!r} are different, and so are their texts in a graph",
                 found=f"equal: {other == q}, same text: {other.__fx_repr__()[0] == q.__fx_repr__()[0]}",
-                mend="write no __eq__, __hash__ and no __fx_repr__: a graph of one would run for the other",
+                mend="do not define __eq__, __hash__ and __fx_repr__: a graph of one would run for the other",
             )
 
 
@@ -177,7 +177,7 @@ def immutable(q: Quantizer, device: Device) -> None:
     if extra := sorted(set(vars(q)) - set(names)):
         raise BrokenContract(
             expected=f"it holds its fields ({', '.join(names)}) and nothing else",
-            found=f"also {', '.join(extra)}, which equality and a graph's text leave out",
+            found=f"also {', '.join(extra)}, which equality and a graph's text ignore",
             mend="make it a field, or compute it in a method",
         )
     for name in names:
@@ -197,7 +197,7 @@ def text_in_graphs_rebuilds_it(q: Quantizer, device: Device) -> None:
     if others:
         raise BrokenContract(
             expected="__fx_repr__ names types only",
-            found=f"{', '.join(others)} is none, which breaks PyTorch's cache",
+            found=f"{', '.join(others)} is not a type, which breaks PyTorch's cache",
             mend="write no __fx_repr__",
         )
     again = eval(text, dict(names))  # what PyTorch does with it
@@ -220,20 +220,20 @@ def text_in_a_fresh_process(q: Quantizer, device: Device) -> None:
     if as_it_is.error is not None or not as_it_is.equal:
         raise BrokenContract(
             expected="a fresh process unpickles it, and its text there evaluates to an equal one",
-            found=as_it_is.error or f"{as_it_is.text} evaluates to another one",
+            found=as_it_is.error or f"{as_it_is.text} evaluates to a different one",
             mend="define the class at the top level of a module that can be imported by its name",
         )
     if as_it_is.text != again.text:
         raise BrokenContract(
             expected=f"the same text in two fresh processes, {as_it_is.text}",
             found=again.text or str(again.error),
-            mend="let no field depend on the process (hash(), id(), time): every compile cache would miss",
+            mend="no field may depend on the process (hash(), id(), time), because every compile cache would miss",
         )
     if edited.error is not None or edited.text == as_it_is.text:
         raise BrokenContract(
-            expected=f"another text once {module.__file__} was edited: else a compile cache would run the old code",
+            expected=f"a different text after {module.__file__} was edited, or a compile cache would run old code",
             found=edited.error or "the same text",
-            mend="write no __fx_repr__; keep what the steps call in the package of the class",
+            mend="do not define __fx_repr__; keep what the steps call in the package of the class",
         )
 
 
@@ -247,9 +247,10 @@ def layout_is_what_it_says(q: Quantizer, device: Device) -> None:
             steps = _steps(q, x)
         except TypeError as error:
             raise BrokenContract(
-                expected=f"steps that return what it says, for x of shape {tuple(x.shape)}, {x.dtype}",
+                expected=f"steps whose results match the declared shapes and dtypes, for x of shape {tuple(x.shape)}, "
+                f"{x.dtype}",
                 found=str(error),
-                mend="make the step and codes_shape, scale_shape, scale_dtype say the same",
+                mend="make the step agree with codes_shape, scale_shape and scale_dtype",
             ) from error
         shape = tuple(x.shape)
         grid, codes = tuple(q.scale_shape(shape)), tuple(q.codes_shape(shape))
@@ -273,18 +274,18 @@ def transposed_is_of_the_transposed_matrix(q: Quantizer, device: Device) -> None
     turned = q.transposed()
     if type(turned) is not type(q) or turned.block != q.block[::-1] or turned.transposed() != q:
         raise BrokenContract(
-            expected=f"a {type(q).__name__} with block {q.block[::-1]}, whose transposed() is the first again",
+            expected=f"a {type(q).__name__} with block {q.block[::-1]}, whose transposed() is the original",
             found=repr(turned),
-            mend="let transposed() exchange the sides of every block it holds, by dataclasses.replace",
+            mend="let transposed() swap the sides of every block that it has, with dataclasses.replace",
         )
     x = looking_at(_blocky(q, device))
     given, other = _steps(q, x), _steps(turned, x.t())
     for name in ("amax", "multiplier", "scale", "codes", "values"):
         if (differs := difference(other[name], given[name].t())) is not None:
             raise BrokenContract(
-                expected=f"{name} of x.t() by transposed() is that of x, transposed",
+                expected=f"{name} of x.t() with transposed() equals that of x, transposed",
                 found=differs,
-                mend="override transposed() if other fields than block speak of rows and columns",
+                mend="override transposed() if fields other than block refer to rows and columns",
             )
 
 
@@ -300,7 +301,7 @@ def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
         product = product.masked_fill(scale == 0, 1.0)  # with two levels, a block far below the largest has scale 0
         if not ((product - 1).abs() <= 2**-22).all():
             raise BrokenContract(
-                expected="scale times multiplier is 1, within float32's rounding",
+                expected="scale times multiplier is 1, up to float32 rounding",
                 found=f"{product.min().item()} to {product.max().item()} for x of shape {tuple(x.shape)}",
                 mend="let scale_of and scale_values give 1 / multiplier: exact_quotient(1.0, multiplier)",
             )
@@ -308,9 +309,9 @@ def scale_undoes_the_multiplier(q: Quantizer, device: Device) -> None:
         largest = x.float().abs().max() if x.numel() else error.sum()
         if x.numel() and not (error <= 0.3 * largest).all():
             raise BrokenContract(
-                expected="each value comes back within 0.3 of the largest magnitude",
-                found=f"an error of {error.max().item()} where the largest is {largest.item()}",
-                mend="let multiplier map the amax to the largest number of the format or below, and cast use it",
+                expected="each dequantized value is within 0.3 of the largest magnitude",
+                found=f"an error of {error.max().item()}, where the largest magnitude is {largest.item()}",
+                mend="let multiplier map the amax to at most the largest number of the format, and let cast use it",
             )
 
 
@@ -325,13 +326,13 @@ def empty_block_gives_zeros(q: Quantizer, device: Device) -> None:
         raise BrokenContract(
             expected="the multiplier of a block of zeros is positive and finite (1 in the built-in rules)",
             found=str(first),
-            mend="write torch.where(amax <= 0, 1.0, multiplier), or a floor under the amax",
+            mend="write torch.where(amax <= 0, 1.0, multiplier), or use a lower bound for the amax",
         )
     if steps["values"][block].any():
         raise BrokenContract(
-            expected="zeros come back as zeros",
+            expected="zeros are dequantized to zeros",
             found=f"{steps['values'][block].abs().max().item()}",
-            mend="let cast round the product of value and multiplier, and add nothing to it",
+            mend="let cast round the value times the multiplier, and add nothing",
         )
 
 
@@ -340,7 +341,7 @@ def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
     clean = _steps(q, _blocky(q, device))
     if not clean["values"].isfinite().all():
         raise BrokenContract(
-            expected="finite values come back finite",
+            expected="finite values are dequantized to finite values",
             found=f"{int((~clean['values'].isfinite()).sum())} are not",
             mend="clamp to the format's range before rounding, as formats' encode does",
         )
@@ -351,18 +352,18 @@ def what_is_not_finite_shows(q: Quantizer, device: Device) -> None:
         inside = steps["values"][block]
         if not inside.isnan().all() or not steps["multiplier"].flatten()[0].isnan():
             raise BrokenContract(
-                expected=f"a block that holds {bad} has multiplier NaN, and each of its values comes back as NaN",
-                found=f"multiplier {steps['multiplier'].flatten()[0].item()}, {int((~inside.isnan()).sum())} of "
-                f"{inside.numel()} values are no NaN",
+                expected=f"a block with {bad} has multiplier NaN, and all its values are dequantized to NaN",
+                found=f"multiplier {steps['multiplier'].flatten()[0].item()}, and {int((~inside.isnan()).sum())} of "
+                f"{inside.numel()} values are not NaN",
                 mend="write torch.where(amax.isfinite(), multiplier, torch.nan) at the end of multiplier",
             )
         outside = torch.ones_like(x, dtype=torch.bool)
         outside[block] = False
         if (differs := difference(steps["values"][outside], clean["values"][outside])) is not None:
             raise BrokenContract(
-                expected=f"a {bad} changes no other block than its own",
+                expected=f"a {bad} changes only its own block",
                 found=differs,
-                mend="let amax look at one block at a time (fp8compile.library.block_amax)",
+                mend="let amax use the values of one block only (fp8compile.library.block_amax)",
             )
 
 
@@ -373,11 +374,13 @@ def nothing_but_the_arguments_decides(q: Quantizer, device: Device) -> None:
     first, second = _steps(q, x), _steps(q, x)
     if (differs := difference(x, before)) is not None:
         raise BrokenContract(
-            expected="the steps leave x as it is", found=differs, mend="use no method in place (ending in _) on x"
+            expected="the steps do not change x", found=differs, mend="use no method in place (ending in _) on x"
         )
     for name, value in first.items():
         if (differs := difference(second[name], value)) is not None:
-            raise BrokenContract(expected=f"{name} of the same x is the same a second time", found=differs, mend=PLAIN)
+            raise BrokenContract(
+                expected=f"{name} of the same x is the same on the second call", found=differs, mend=PLAIN
+            )
 
 
 # ---------------------------------------------------------------------------------- compiled, sharded
@@ -409,7 +412,7 @@ def compiled_gives_the_bits_of_eager(q: Quantizer, device: Device) -> None:
             for name, a, b in zip(PARTS, got, _quantized(x, q), strict=False):
                 if (differs := difference(a, b)) is not None:
                     raise BrokenContract(
-                        expected=f"{name} compiled by {backend} are those of eager mode, x {tuple(x.shape)} {x.dtype}",
+                        expected=f"{name} compiled with {backend} equals eager mode, x {tuple(x.shape)} {x.dtype}",
                         found=differs,
                         mend=PLAIN,
                     )
@@ -436,7 +439,7 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
         for name, a, b in zip(PARTS, got, _quantized(x, q), strict=False):
             if (differs := difference(a, b)) is not None:
                 raise BrokenContract(
-                    expected=f"{name} of shape ({rows}, {columns}), sizes dynamic, are those of eager mode",
+                    expected=f"{name} of shape ({rows}, {columns}), with dynamic sizes, equals eager mode",
                     found=differs,
                     mend="compute sizes from x.shape in the step itself",
                 )
@@ -445,7 +448,7 @@ def one_graph_for_every_size(q: Quantizer, device: Device) -> None:
         raise BrokenContract(
             expected=f"one graph for {', '.join(map(str, sizes))}",
             found=f"{' + '.join(map(str, made))} graphs",
-            mend="let no `if` look at a size: torch.where, or a block that is padded, as block_amax does",
+            mend="do not use a size in `if`; use torch.where, or a padded block as block_amax does",
         )
 
 
@@ -466,7 +469,7 @@ def equal_one_runs_the_same_graph(q: Quantizer, device: Device) -> None:
         raise BrokenContract(
             expected=f"{expected} new graphs for it, an equal one" + (", another, that again, it again" * bool(other)),
             found=str(made),
-            mend=FROZEN + "; write no __eq__ and no __hash__",
+            mend=FROZEN + "; do not define __eq__ and __hash__",
         )
 
 
@@ -498,7 +501,7 @@ def passes_opcheck(q: Quantizer, device: Device) -> None:
                 raise BrokenContract(
                     expected=f"torch.library.opcheck of {name} with x of shape {tuple(x.shape)} passes",
                     found=f"{type(error).__name__}: {error}",
-                    mend="return new tensors of the shapes and dtypes that codes_shape, scale_shape, scale_dtype say",
+                    mend="return new tensors with the shapes and dtypes of codes_shape, scale_shape and scale_dtype",
                 ) from error
 
 
@@ -509,9 +512,9 @@ def sharded_gives_the_bits_of_whole(q: Quantizer, device: Device) -> None:
         for name in arguments:
             if (wrong := check_shards(ops.OPS[name], arguments[name]).wrong) is not None:
                 raise BrokenContract(
-                    expected=f"{name} on shards, put together, is {name} of the whole",
+                    expected=f"the concatenated {name} of shards equals {name} of the full tensor",
                     found=wrong,
-                    mend="let every step look at one block at a time, and amax be a maximum",
+                    mend="let every step use one block at a time, and amax be a maximum",
                 )
 
 
@@ -541,9 +544,9 @@ CONTRACTS = (
 def check_quantizer(
     quantizer: Quantizer, *, device: torch.device | str = "cpu", skip: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Check that a quantizer works wherever a built-in one does, and print each contract that holds.
+    """Check that a quantizer works wherever a built-in quantizer does, and print each contract that holds.
 
-    Takes some ten seconds, because it compiles and starts processes. All earlier compiled graphs are dropped.
+    This takes about ten seconds, because it compiles and starts processes. All previously compiled graphs are dropped.
 
     Args:
         quantizer: A quantizer. Check one instance for each combination of options that changes the computation.
@@ -555,12 +558,12 @@ def check_quantizer(
 
     Raises:
         TypeError: ``quantizer`` is not a quantizer, or ``skip`` is a single string.
-        ValueError: ``skip`` contains a name that no contract has.
+        ValueError: ``skip`` contains an unknown contract.
         AssertionError: The quantizer breaks one or more contracts. The text says for each what was expected, what was
             found and how to fix it.
     """
     if not isinstance(quantizer, Quantizer):
-        raise TypeError(f"check_quantizer: quantizer is {quantizer!r}; it is a fp8compile.Quantizer, made by Name().")
+        raise TypeError(f"check_quantizer: `quantizer` is {quantizer!r}; it must be a fp8compile.Quantizer instance.")
     return check_contracts(
         repr(quantizer),
         CONTRACTS,

@@ -65,13 +65,13 @@ def _whole(parts: list[Tensor], how: int | str | None) -> Tensor:
 
 def _wrong_split(split: Split, args: tuple[Any, ...]) -> str | None:
     if len(split.inputs) != len(args):
-        return f"it has {len(split.inputs)} inputs, the op takes {len(args)} arguments"
+        return f"it has {len(split.inputs)} inputs, but the op has {len(args)} arguments"
     for arg, cut in zip(args, split.inputs, strict=True):
         if cut is not None and not (isinstance(arg, Tensor) and -arg.ndim <= cut.dim < arg.ndim):
             return f"{cut} is for {tuple(arg.shape) if isinstance(arg, Tensor) else arg!r}"
     counts = {_units(arg, cut) for arg, cut in zip(args, split.inputs, strict=True) if cut is not None}
     if len(counts) != 1:
-        return f"its cut arguments have {sorted(counts)} units; each has to have the same number"
+        return f"its sharded arguments have {sorted(counts)} units; all must have the same number"
     return None
 
 
@@ -84,13 +84,13 @@ def _wrong_run(op: Op, split: Split, args: tuple[Any, ...], whole: tuple[Tensor,
         local = tuple(_shard(arg, cut, first, last) for arg, cut in zip(args, split.inputs, strict=True))
         shards.append(results(op.overload(*local)))
     if len(split.outputs) != len(whole):
-        return f"it has {len(split.outputs)} outputs, the op returns {len(whole)}"
+        return f"it has {len(split.outputs)} outputs, but the op returns {len(whole)}"
     for index, (how, expected) in enumerate(zip(split.outputs, whole, strict=True)):
         parts = [shard[index] for shard in shards]
         try:
             differs = (difference if split.exact else sum_difference)(_whole(parts, how), expected)
         except (RuntimeError, IndexError) as error:
-            differs = f"results of shapes {[tuple(part.shape) for part in parts]} make no whole: {error}"
+            differs = f"results of shapes {[tuple(part.shape) for part in parts]} can't be concatenated: {error}"
         if differs is not None:
             return f"on {ranks} ranks, result {index}: {differs}"
     return None

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.layout.quantized import Plain
+from fp8compile.monitor.definitions import STATISTICS, TOTALS, Total
+from fp8compile.monitor.elements import Elements, elements_of
 from fp8compile.ops.layer.quantize_over_ranks import PYTHON_OF_STEPS, quantize_part
-from fp8compile.ops.layer.statistics.definitions import STATISTICS, TOTALS, Total
-from fp8compile.ops.layer.statistics.elements import Elements, elements_of
 from fp8compile.quantizers import CurrentScaling, TwoLevelScaling
 from fp8compile.testing.contracts.contract import BrokenContract, check_contracts, looked_at
 
@@ -73,7 +73,7 @@ def a_part_has_the_numbers_of_the_whole(total: Total) -> None:
             whole.nan_to_num(7.0) if whole.is_floating_point() else whole,
         ):
             raise BrokenContract(
-                expected="the same numbers for two rows alone as among all rows",
+                expected="the same values for two rows alone as among all rows",
                 found="other numbers",
                 mend="compute elementwise; divide by totals['numel'] in finish",
             )
@@ -101,7 +101,7 @@ CONTRACTS = (returns_a_number_of_each_element, a_part_has_the_numbers_of_the_who
 
 
 def check_statistic(name: str) -> None:
-    """Check that a registered statistic can be traced, and that shards give the whole tensor's numbers.
+    """Check that a registered statistic can be traced, and that shards give the same numbers as the full tensor.
 
     Prints each contract that holds.
 
@@ -113,6 +113,6 @@ def check_statistic(name: str) -> None:
         AssertionError: The statistic breaks a contract. The text says what was expected, found, and how to fix it.
     """
     if name not in STATISTICS:
-        raise ValueError(f"check_statistic: no statistic is called {name!r}; there are {', '.join(STATISTICS)}.")
+        raise ValueError(f"check_statistic: there is no statistic {name!r}; statistics are {', '.join(STATISTICS)}.")
     for total in STATISTICS[name].totals:
         check_contracts(f"{name}: {total}" if total != name else name, CONTRACTS, (TOTALS[total],))

@@ -26,24 +26,18 @@ from fp8compile import _compat
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn import Linear
 from fp8compile.nn.check_model import check_model
-from fp8compile.ops.layer.multiply_over_ranks import steps_of
+from fp8compile.ops.layer import LAYER_OPS
+from fp8compile.ops.layer.multiply_over_ranks import plans_of
 from fp8compile.quantizers import GEMMS, Gemm, Recipe
 from fp8compile.tables import folded, table_lines, terminal_width
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.messages import COLLECTIVES, tensors_in
-from fp8compile.testing.graphs.report import Call, is_compiled, run_call
+from fp8compile.testing.graphs.report import Call, run_call
 
 __all__ = ["NUMBERS", "Send", "Sends", "is_spread", "sends"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
-OPS = {
-    "fp8compile::linear": OUTPUT,
-    "fp8compile::grad_input": GRAD_INPUT,
-    "fp8compile::grad_weight": GRAD_WEIGHT,
-    "fp8compile::delayed_linear": OUTPUT,
-    "fp8compile::delayed_grad_input": GRAD_INPUT,
-    "fp8compile::delayed_grad_weight": GRAD_WEIGHT,
-}
+OPS = {op.name(): gemm for op, gemm in LAYER_OPS.items()}
 NO_MESSAGES = ("wait_tensor", "_wrap_tensor_autograd")
 PLAN = "plan"  # for a message that a style of the plan sends, before or after a layer
 GRADIENTS = "gradients"  # what FSDP2 reduces
@@ -55,7 +49,7 @@ NUMBERS = (5, 6)  # columns
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """A message of a layer, and how often the layer sends it.
+    """A collective of a layer, and how often the layer issues it.
 
     Attributes:
         layer: Name of the layer; for a message of FSDP2, of the module that it shards; "(between layers)" for a
@@ -67,7 +61,7 @@ class Send:
         op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
         dtype: Dtype of the tensor that is sent, such as "uint8".
         bytes_per_element: Bytes of each element.
-        bytes: Bytes of the collective's inputs or of its results on one rank, whichever are more.
+        bytes: Bytes of the collective's inputs or of its results on one rank, whichever is larger.
         backward: Whether the message is sent in the backward.
         times: Number of times that the message is sent.
     """
@@ -85,18 +79,18 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True)
 class Sends:
-    """Messages in the order in which they are first sent; ``str`` gives a table.
+    """Collectives in the order in which they are first issued; ``str`` returns a table.
 
     Attributes:
-        rows: The messages.
-        layers: Names of the sharded layers. A layer without rows sends nothing.
+        rows: The collectives.
+        layers: Names of the sharded layers. A layer without rows does not communicate.
     """
 
     rows: tuple[Send, ...]
     layers: tuple[str, ...]
 
     def of(self, layer: str, gemm: str | None = None) -> tuple[Send, ...]:
-        """The messages of a layer, or those that it sends for one purpose.
+        """The collectives of a layer, or those issued for one purpose.
 
         Args:
             layer: Name of the layer.
@@ -106,11 +100,11 @@ class Sends:
         return tuple(row for row in self.rows if row.layer == layer and gemm in (None, row.gemm))
 
     def cells(self) -> Iterator[tuple[str, ...]]:
-        """Yield header and rows of the table; layers that send the same messages share a row."""
+        """Yield header and rows of the table; layers with the same collectives share a row."""
         yield "layer", "for", "what", "how", "dtype", "bytes", "times"
         rows: list[tuple[str, ...]] = []
         sharded = dict.fromkeys(row.layer for row in self.rows if row.gemm == FSDP)
-        nothing = "nothing but what FSDP2 does" if sharded else "nothing"
+        nothing = "only what FSDP2 sends" if sharded else "nothing"
         for name in dict.fromkeys([*self.layers, *sharded]):
             sent = self.of(name)
             rows += map(_cells, sent) if sent else [(name or "(the model)", "-", nothing, *("-" for _ in range(4)))]
@@ -216,9 +210,9 @@ def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
 
     given: tuple[Any, ...] = (("a", a), ("b", b))  # DTensors
     parts = {side: Plain(t.to_local(), TensorLayout(cuts_of(t))) for side, t in given}
-    steps = [(index, step.gather) for index, step in enumerate(steps_of(gemm, **parts)) if step.gather is not None]
+    plans = [(index, plan.gather) for index, plan in enumerate(plans_of(gemm, **parts)) if plan.gather is not None]
     cuts: dict[str, Any] = {side: part.cuts for side, part in parts.items()}
-    return {cuts[side][index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in steps}
+    return {cuts[side][index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in plans}
 
 
 def _tensor_name(slot: str) -> str:
@@ -227,7 +221,9 @@ def _tensor_name(slot: str) -> str:
 
 def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
     if "gather" in op:
-        return "parameters, FP8 ones as codes and scales" if sent.dtype == torch.uint8 else "parameters"
+        if not op.startswith("_"):  # an operator of ours: FSDP2 has one that writes to its argument
+            return "scales"
+        return "parameters, FP8 parameters with their scales" if sent.dtype == torch.uint8 else "parameters"
     return "amaxes" if reduction == "max" else GRADIENTS
 
 
@@ -280,8 +276,8 @@ class _Listener(TorchDispatchMode):
         op = func._opname.removesuffix("_into_tensor").removesuffix("_tensor")
         if self.places.sharded:
             whole = max(given, key=Tensor.numel)  # the rest are its parts: these collectives write to an argument
-            op = OUT_OPS.get(op, op)
-            self._add(self.places.sharded[-1], FSDP, _by_fsdp(op, reduction, whole), op, reduction, [whole], [])
+            what, op = _by_fsdp(op, reduction, whole), OUT_OPS.get(op, op)
+            self._add(self.places.sharded[-1], FSDP, what, op, reduction, [whole], [])
             return
         place = self.places.current()
         is_sum = op.startswith("reduce_scatter") or reduction == "sum"
@@ -319,7 +315,7 @@ class _Listener(TorchDispatchMode):
         if self.recipe is None or self.recipe.quantizers(self.gemm) is None:
             return tensor
         group = words[-1]
-        kind = "scales" if group in self.codes_of else "codes"
+        kind = "scales" if group in self.codes_of else "quantized data"
         self.codes_of.add(group)
         return f"{kind} of {tensor}"
 
@@ -338,40 +334,41 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def sends(model: nn.Module, *args: Any, **kwargs: Any) -> Sends:
-    """List the messages that a model's FP8 layers on DTensors send in one forward and backward.
+    """List the collectives that a model's FP8 layers on DTensors issue in one forward and backward.
 
-    The messages depend only on the plan given to ``parallelize_module``, not on values, so a fake process group
-    (``torch.testing._internal.distributed.fake_pg``) gives the same messages without other ranks. With a real process
-    group, all ranks call this. Messages of FSDP2 are listed by the modules on which `fully_shard` was called: bytes of
-    codes and scales if weights are gathered as codes. Modes, buffers, gradients and random states are restored.
+    Collectives depend only on the plan passed to ``parallelize_module``, not on values. You can therefore use a fake
+    process group (``torch.testing._internal.distributed.fake_pg``) without other ranks. With a real process group, all
+    ranks must call this. Collectives of FSDP2 are listed under the modules on which `fully_shard` was called, with the
+    bytes of FP8 data and scales if weights are all-gathered in FP8. Modes, buffers, gradients and random states are
+    restored.
 
     Args:
-        model: A parallelized module that is not compiled.
+        model: A parallelized module. Compiled modules run in eager mode here.
         args: Arguments of the call.
         kwargs: Keyword arguments of the call.
 
     Returns:
-        The messages; print them, or go through ``rows``. Functions that take a group, such as
-        `fp8compile.parallel.column_parallel_linear`, are not included; `docs/parallel.md` has a table of their
-        messages.
+        The collectives. Print the result, or iterate over ``rows``. Functions that accept a process group, such as
+        `fp8compile.parallel.column_parallel_linear`, are not included; see `docs/parallel.md` for their collectives.
 
     Raises:
-        TypeError: The model is not a module, or is compiled.
+        TypeError: The model is not a module.
         ValueError: No weight of a ``fp8compile.Linear`` of the model is a DTensor.
     """
     check_model("sends", model)
-    if is_compiled(model):
-        raise TypeError("sends: model is compiled already; pass what torch.compile was given.")
     layers = _spread_layers(model)
     if not layers:
         raise ValueError(
-            "sends: no fp8compile.Linear of the model has a DTensor as its weight, so nothing is spread over ranks. "
-            "Convert the model, then apply a plan by torch.distributed.tensor.parallel.parallelize_module."
+            "sends: no fp8compile.Linear of the model has a DTensor as its weight, so nothing is sharded over "
+            "ranks. Convert the model, then apply a plan with torch.distributed.tensor.parallel.parallelize_module."
         )
     places = _Places(layers)
     listener = _Listener(places)
     try:
-        with kept_state(model, (args, kwargs)), listener, ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(kept_state(model, (args, kwargs)))
+            stack.enter_context(listener)
             sharded = {name: module for name, module in model.named_modules() if _compat.is_fsdp(module)}
             for name, module in sharded.items():
                 begin, end = partial(places.sharded.append, name), partial(places.sharded.pop, -1)

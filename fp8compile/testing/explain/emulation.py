@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fp8compile import recipes
-from fp8compile.nn.convertible_layers import device_of, is_converted
+from fp8compile.nn.convertible.convertible_layers import device_of, is_converted
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
-from fp8compile.ops.recipe_support import recipe_support
+from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import Recipe
 
 __all__ = ["emulation_note"]
@@ -28,7 +28,7 @@ def _is_emulated(recipe: Recipe, device: torch.device, *, grouped: bool) -> bool
 
 
 def emulation_note(model: nn.Module) -> str:
-    """Text with a line for each recipe that the model's device can only emulate; empty if there is none.
+    """Return a string with one line per recipe that the model's device can only emulate; empty if there is none.
 
     A line begins with a text such as "nvfp4 is emulated here in 2 layers:".
 
@@ -41,7 +41,7 @@ def emulation_note(model: nn.Module) -> str:
         if device.type != "meta" and _is_emulated(layer.recipe, device, grouped=isinstance(layer, ConvertedExperts)):
             emulated[layer.recipe] += 1
     return "\n".join(
-        f"{recipes.describe(recipe)} is emulated here in {layers} {'layer' if layers == 1 else 'layers'}: the values "
-        "are right, and it is much slower than bf16"
+        f"{recipes.describe(recipe)} is emulated here in {layers} {'layer' if layers == 1 else 'layers'}: the "
+        "values are correct, but it is much slower than bf16"
         for recipe, layers in emulated.items()
     )

@@ -140,7 +140,7 @@ def _differs(
     for key in found | two | three:
         expected = blocks.in_all(two[key], three[key])
         if found[key] != expected:
-            return f"{key[2]} is {found[key]} times in the graphs, and {expected} times if they were equal"
+            return f"{key[2]} occurs {found[key]} times in the graphs, expected {expected} times for equal blocks"
     return ""
 
 

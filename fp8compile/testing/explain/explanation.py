@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8compile.nn.check_model import check_model
-from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile.nn.parameter_uses.first_forward import suppress_warnings
 from fp8compile.testing.explain.bytes_sent_by_layer import Sends, is_spread, sends
 from fp8compile.testing.explain.capture import Recorded, reported
 from fp8compile.testing.explain.gpu_code import GpuExplanation, explain_gpu, missing_gemm
@@ -28,7 +28,7 @@ from fp8compile.testing.explain.layers import (
     layer_weights,
 )
 from fp8compile.testing.explain.module_stack import Names
-from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline, roofline
+from fp8compile.testing.explain.roofline import PEAKS, Peaks, Roofline, experts_speed, roofline
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import GraphReport, is_compiled
@@ -62,6 +62,8 @@ class Explanation:
         roofline: Least times by that GPU's peaks; None if no GPU was asked for, layers are sharded, or the GPU has no
             GEMM for a layer.
         sends: Messages of each layer; None if no layer is sharded.
+        experts_speed: For FP8 experts, the smallest mean number of rows of an expert, and the estimated speed relative
+            to bfloat16; None if there are none, or where ``roofline`` is None.
     """
 
     torch: str
@@ -70,6 +72,7 @@ class Explanation:
     gpu: GpuExplanation | None
     roofline: Roofline | None
     sends: Sends | None = None
+    experts_speed: tuple[int, float] | None = None
 
     def _of_converted(self, status: str) -> dict[str, list[GemmExplanation]]:
         layers = [layer for layer in self.layers if layer.converted]
@@ -94,7 +97,9 @@ class Explanation:
             for name, gemms in self._of_converted(UNPROVEN).items()
         ]
         if self.graphs.breaks:
-            lines.append(f"what runs at {_counted(len(self.graphs.breaks), 'graph break')} isn't seen")
+            lines.append(
+                f"{_counted(len(self.graphs.breaks), 'graph break')}: what runs outside of the graphs is unknown"
+            )
         return tuple(lines)
 
     @property
@@ -107,22 +112,26 @@ class Explanation:
         """The answer to "is this really running in FP8?", in one line."""
         gemms = [gemm for layer in self.layers for gemm in layer.gemms]
         in_fp8 = sum(gemm.status == FP8 for gemm in gemms)
-        proven = f"{in_fp8} of {sum(bool(gemm.ops) for gemm in gemms)} GEMMs of linears run in FP8"
+        proven = f"{in_fp8} of {sum(bool(gemm.ops) for gemm in gemms)} GEMMs of linear layers run in FP8"
         converted = [layer for layer in self.layers if layer.converted]
         idle = [layer.name for layer in converted if not layer.is_called]
         if self.fell_back:
             return f"NO: {_counted(len(self.fell_back), 'converted layer')} fell back; {proven}"
         if not converted and not in_fp8:
-            return f"NO: none of {len(self.layers)} linears is converted" if self.layers else "NO: there is no linear"
+            return (
+                f"NO: none of the {len(self.layers)} linear layers is converted"
+                if self.layers
+                else "NO: the model has no linear layer"
+            )
         if self.gpu is not None and self.gpu.no_gemm:
-            return f"NO: {self.gpu.gpu} can't run the recipe of {self.gpu.no_gemm}"
+            return f"NO: {self.gpu.gpu} does not support the recipe of {self.gpu.no_gemm}"
         if self.unproven:
             return f"NOT PROVEN: {'; '.join(self._doubts())}; {proven}"
         if not in_fp8:
-            why = "no converted layer is called" if len(idle) == len(converted) else "no recipe asks for it"
+            why = "no converted layer is called" if len(idle) == len(converted) else "no recipe uses it"
             return f"NO: {why}; {proven}"
-        counts = f"{proven}, {len(converted)} of {len(self.layers)} linears are converted"
-        return f"YES, as the recipes say: {counts}" + (f"; never called: {_named(idle)}" if idle else "")
+        counts = f"{proven}, {len(converted)} of {len(self.layers)} layers are converted"
+        return f"YES, as the recipes specify: {counts}" + (f"; never called: {_named(idle)}" if idle else "")
 
     @property
     def gain(self) -> str:
@@ -130,8 +139,22 @@ class Explanation:
         if self.roofline is None or not any(gemm.status == FP8 for layer in self.layers for gemm in layer.gemms):
             return ""
         ratio = f"{self.roofline.ratio:.2f}"
-        says = "too small to gain" if float(ratio) <= 1 else "a bound, no measurement"
-        return f"by the peaks of an {self.roofline.gpu}: {ratio} of bf16's speed with these inputs, {says}"
+        says = "too small to benefit" if float(ratio) <= 1 else "an upper bound, not a measurement"
+        return (
+            f"according to the peak rates of an {self.roofline.gpu}: {ratio} of bf16's speed with these inputs, {says}"
+        )
+
+    @property
+    def experts(self) -> str:
+        """One line on the estimated speed of FP8 experts on this GPU; empty if there are none."""
+        if self.experts_speed is None or self.roofline is None:
+            return ""
+        rows, ratio = self.experts_speed
+        advice = ", so leave them in bf16" if ratio < 1 else ""
+        return (
+            f"FP8 experts with {rows} rows each: at most about {ratio:.1f} of bf16's speed on an {self.roofline.gpu}"
+            f"{advice} (an estimate, not a measurement)"
+        )
 
     def _doubts(self) -> list[str]:
         """Reasons why the verdict can't be YES, each in a few words."""
@@ -141,7 +164,13 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation and its verdicts as JSON-serializable dicts, lists, strings and numbers."""
-        answers = {"verdict": self.verdict, "gain": self.gain, "fell_back": self.fell_back, "unproven": self.unproven}
+        answers = {
+            "verdict": self.verdict,
+            "gain": self.gain,
+            "experts": self.experts,
+            "fell_back": self.fell_back,
+            "unproven": self.unproven,
+        }
         return json.loads(json.dumps({**answers, **asdict(self)}))
 
     def to_json(self, *, indent: int | None = 1) -> str:
@@ -151,9 +180,9 @@ class Explanation:
 
 def _no_code(model: nn.Module, report: GraphReport) -> str:
     if is_spread(model):
-        return "it is looked at in one process, and layers of this model are spread over ranks"
+        return "it runs in one process, but layers of this model are sharded over ranks"
     if report.breaks:
-        return f"it needs one whole graph, and this model has {_counted(len(report.breaks), 'graph break')}"
+        return f"it requires a single graph, but this model has {_counted(len(report.breaks), 'graph break')}"
     return ""
 
 
@@ -177,6 +206,7 @@ def _by_graphs(
         gpu=on_gpu,
         roofline=None if peaks is None or spread or missing else roofline(gemms, peaks),
         sends=sends(model, *args, **kwargs) if spread else None,
+        experts_speed=None if peaks is None or spread or missing else experts_speed(gemms, peaks),
     )
     return found, recorded
 
@@ -189,7 +219,7 @@ def _for_a_call(
 
     Without ``values``, the model's tensors are fake too. Its modes, buffers and gradients are restored at exit.
     """
-    with kept_state(model, (args, kwargs)), untold():
+    with kept_state(model, (args, kwargs)), suppress_warnings():
         if values:
             yield args, kwargs
             return
@@ -205,15 +235,15 @@ def _needs_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     if is_spread(model):  # what is sent is listened to
         return True
-    with untold():
+    with suppress_warnings():
         why = values_needed(model, args, kwargs)
     if why and on_meta(model):
         raise ValueError(
-            f"explain: the model has parameters without values, on the meta device, and a call of it fails: {why}. If "
-            "its forward reads values (an if on a tensor, .item(), nonzero()), make it with values, in memory."
+            f"explain: the model has parameters on the meta device, and calling it fails: {why}. If its forward "
+            "reads values (an if on a tensor, .item(), nonzero()), create it on a real device."
         )
     if why:
-        log.info("calling it with values, because it fails without (%s)", why)
+        log.info("calling it with real tensors, because it fails with fake ones (%s)", why)
     return bool(why)
 
 
@@ -243,9 +273,9 @@ def explain_in_steps(
     """
     check_model("explain", model)
     if gpu is not None and gpu not in PEAKS:
-        raise ValueError(f"explain: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}, or None.")
+        raise ValueError(f"explain: `gpu` is {gpu!r}; it must be one of {', '.join(PEAKS)}, or None.")
     if is_compiled(model):
-        raise TypeError("explain: model is compiled already; pass what torch.compile was given.")
+        raise TypeError("explain: the model is already compiled. Pass the model before torch.compile.")
     kwargs = kwargs or {}
     peaks = None if gpu is None else PEAKS[gpu]
     if values is None or is_spread(model):

@@ -36,19 +36,19 @@ LOOKS_LIKE_PRODUCT = re.compile(r"(mm|mv|dot|matmul|linear)(_|$)|attention|convo
 
 @dataclass(frozen=True, kw_only=True)
 class GemmShare:
-    """Counts of the matrix products in graphs, and of those whose operands are FP8 or FP4 codes.
+    """Counts of the GEMMs in graphs, and of those with FP8 or FP4 operands.
 
-    ``str`` gives the counts in one line.
+    ``str`` returns the counts in one line.
 
     Attributes:
-        fp8: Number of products of codes, with eight bits or four.
-        linear: Number of products of two matrices: those of linear layers, converted or not, and of similar layers
-            that are no ``nn.Linear`` (``Conv1D``, routers). The grouped products of converted experts count too.
-        total: Number of all products, including attention, stacked weights of experts, and convolutions.
-        fp8_flops: Floating-point operations of products of codes.
-        fp8_linear_flops: Floating-point operations of the products of codes among ``linear``.
-        linear_flops: Floating-point operations of the products in ``linear``.
-        flops: Floating-point operations of all products.
+        fp8: Number of GEMMs with FP8 or FP4 operands.
+        linear: Number of GEMMs of two matrices: those of linear layers, converted or not, and of similar layers that
+            are not an ``nn.Linear`` (``Conv1D``, routers). Grouped GEMMs of converted experts are included.
+        total: Number of all GEMMs, including attention, stacked weights of experts, and convolutions.
+        fp8_flops: Floating-point operations of the GEMMs in ``fp8``.
+        fp8_linear_flops: Floating-point operations of the GEMMs in both ``fp8`` and ``linear``.
+        linear_flops: Floating-point operations of the GEMMs in ``linear``.
+        flops: Floating-point operations of all GEMMs.
     """
 
     fp8: int
@@ -61,18 +61,18 @@ class GemmShare:
 
     @property
     def share(self) -> float:
-        """Fraction (0 to 1) of all products' floating-point operations that runs in FP8."""
+        """Fraction (0 to 1) of the floating-point operations of all GEMMs that runs in FP8."""
         return self.fp8_flops / self.flops if self.flops else 0.0
 
     @property
     def linear_share(self) -> float:
-        """Fraction (0 to 1) of linear layers' floating-point operations that runs in FP8."""
+        """Fraction (0 to 1) of the floating-point operations of linear layers that runs in FP8."""
         return self.fp8_linear_flops / self.linear_flops if self.linear_flops else 0.0
 
     def __str__(self) -> str:
         return (
-            f"{self.fp8} GEMMs in FP8: {self.share:.1%} of the flops of all {self.total}, {self.linear_share:.1%} of "
-            f"those of the {self.linear} in linear layers"
+            f"{self.fp8} GEMMs in FP8: {self.share:.1%} of the FLOPs of all {self.total}, {self.linear_share:.1%} "
+            f"of those of the {self.linear} in linear layers"
         )
 
 
@@ -123,7 +123,7 @@ def _product(node: fx.Node, name: str, formula: Callable[..., int]) -> _Product:
     flops = formula(*args, **kwargs, out_val=node_value(node))
     if not isinstance(flops, int):
         raise ValueError(
-            f"gemm_share: the sizes of node {node.name} are symbolic, so its operations have no number. Compile with "
+            f"gemm_share: the sizes of node {node.name} are symbolic, so its FLOPs are unknown. Compile with "
             "dynamic=False."
         )
     return _Product(flops=flops, is_fp8=_is_fp8(name, args), is_linear=name in MATRIX_OPS)
@@ -136,8 +136,8 @@ def _products(graph: fx.GraphModule) -> Iterator[_Product]:
         if node.op in ("call_module", "call_method"):
             raise ValueError(
                 f"gemm_share: node {node.name} calls {'module' if node.op == 'call_module' else 'method'} "
-                f"{node.target!r}, in which products may be that nobody counts. Take the graphs that AOTAutograd "
-                "hands to a backend: fp8compile.testing.Recording keeps them."
+                f"{node.target!r}, which may contain GEMMs that are not counted. Pass the graphs that AOTAutograd "
+                "passes to a backend, as recorded by fp8compile.testing.Recording."
             )
         if node.op != "call_function":
             continue
@@ -146,13 +146,13 @@ def _products(graph: fx.GraphModule) -> Iterator[_Product]:
             yield _product(node, name, formulas[name])
         elif LOOKS_LIKE_PRODUCT.search(name):
             raise ValueError(
-                f"gemm_share: {name} looks like a matrix product, and nothing says how many operations it is. "
-                "Register a formula: torch.utils.flop_counter.register_flop_formula."
+                f"gemm_share: {name} looks like a matrix product, but its FLOPs are unknown. Register a formula "
+                "with torch.utils.flop_counter.register_flop_formula."
             )
 
 
 def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
-    """Count the matrix products in graphs, and those among them that multiply FP8 operands.
+    """Count the GEMMs in graphs, and those among them with FP8 operands.
 
     Pass the graphs that AOTAutograd passes to a backend, without decompositions of this package's ops.
     ``Recording`` records such graphs:
@@ -161,30 +161,31 @@ def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
         torch.compile(model, backend=recording, dynamic=False)(x).sum().backward()
         print(gemm_share(*recording.traced))
 
-    Operations are counted by the formulas of ``torch.utils.flop_counter``: a mask saves no operations, and both
-    branches of a ``cond`` count. A product that the recipe leaves in high precision does not count as FP8.
+    Operations are counted with the formulas of ``torch.utils.flop_counter``: a mask does not save operations, and both
+    branches of a ``cond`` count. A GEMM that the recipe leaves in high precision does not count as FP8.
 
     Args:
-        graphs: Forward and backward graphs. Each node has its value in ``meta["val"]``, and sizes are numbers.
+        graphs: Forward and backward graphs. Each node must have its value in ``meta["val"]``, and sizes must be
+            static.
 
     Returns:
-        The counts, with two shares: of FP8 in all products, and in products of linear layers.
+        The counts, with the share of FP8 in all GEMMs and in GEMMs of linear layers.
 
     Raises:
         TypeError: An argument is not a graph.
-        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an
-            operator that looks like a product has no formula.
+        ValueError: There is no graph; a shape is unknown or symbolic; a node calls a module or method; or an operator
+            that looks like a GEMM has no formula.
     """
     if not graphs:
         raise ValueError(
-            "gemm_share: no graph is given, so nothing was compiled or nothing was kept. Run the model once, forward "
-            "and backward, before recording.traced is asked for."
+            "gemm_share: no graph was passed, so nothing was compiled or recorded. Run the model once, forward and "
+            "backward, before reading recording.traced."
         )
     for graph in graphs:
         if not isinstance(graph, fx.GraphModule):
             raise TypeError(
-                f"gemm_share: a graph is a {type(graph).__name__}; each is a torch.fx.GraphModule, one argument each: "
-                "gemm_share(*recording.traced)."
+                f"gemm_share: expected torch.fx.GraphModule arguments, got a {type(graph).__name__}. Pass one graph "
+                "per argument: gemm_share(*recording.traced)."
             )
     products = [product for graph in graphs for product in _products(graph)]
     return GemmShare(

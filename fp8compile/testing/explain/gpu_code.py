@@ -14,12 +14,12 @@ from torch import nn
 
 from fp8compile import ops
 from fp8compile.nn import revert
-from fp8compile.nn.convertible_layers import is_converted
+from fp8compile.nn.convertible.convertible_layers import is_converted
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.ops.gemms.grouped.table import grouped_calls
 from fp8compile.ops.gemms.table import multiplying_calls
-from fp8compile.ops.recipe_support import GemmSupport, recipe_support
+from fp8compile.ops.layer.recipe_support import GemmSupport, recipe_support
 from fp8compile.target import pretend_target
 from fp8compile.testing.explain.capture import Recorded
 from fp8compile.testing.explain.equal_blocks import EqualBlocks, equal_blocks, shortened
@@ -153,8 +153,9 @@ def _fused_with(found: Schedule, launch: ScheduledLaunch) -> tuple[str, ...]:
 
 
 def _multiplies_codes(launch: ScheduledLaunch) -> bool:
-    is_known = not (multiplying_calls() | grouped_calls()).isdisjoint(launch.name.split("."))
-    return launch.kind == "gemm" and (is_known or "scaled" in launch.name)
+    called = launch.op or launch.name
+    is_known = not (multiplying_calls() | grouped_calls()).isdisjoint(called.split("."))
+    return launch.kind == "gemm" and (is_known or "scaled" in called)
 
 
 def _casts(found: Schedule, names: Names) -> Iterator[Cast]:
@@ -316,9 +317,9 @@ def explain_gpu(
         blocks = equal_blocks(model, args, kwargs, graphs) if graphs else None
         (costs, casts), is_counted = _costs(call, blocks)
     except ModuleNotFoundError as error:
-        return GpuExplanation(gpu=name, problem=f"needs {error.name}, which is not installed")
+        return GpuExplanation(gpu=name, problem=f"requires {error.name}, which is not installed")
     except Exception as error:  # PyTorch's private interfaces may change; the report says what failed
-        return GpuExplanation(gpu=name, problem=f"not with PyTorch {torch.__version__} here: {_said(error)}")
+        return GpuExplanation(gpu=name, problem=f"not supported with PyTorch {torch.__version__} here: {_said(error)}")
     finally:
         torch._dynamo.reset()
     bf16_costs, bf16_problem = _unconverted(call, blocks if is_counted else None)

@@ -50,6 +50,7 @@ class GraphGemm:
         by_mx: Whether a GPU that has a GEMM for MX codes (a power-of-two scale per 32) would use the MX GEMM.
         casts: Source, quantizer and number of elements of each quantized operand. Equal entries are one cast.
         parameters: For each of ``casts``, whether its source is a parameter.
+        groups: Number of experts, whose matrices the GEMM multiplies; 1 for a linear.
         shared_by: Number of layers whose weights this GEMM multiplies.
         file: File of the user's code that calls the GEMM; empty if unknown.
         line: Line in that file; 0 if unknown.
@@ -70,6 +71,7 @@ class GraphGemm:
     by_mx: bool = False
     casts: tuple[tuple[Any, Quantizer, int], ...] = ()
     parameters: tuple[bool, ...] = ()
+    groups: int = 1
     shared_by: int = 1
     file: str = ""
     line: int = 0
@@ -130,7 +132,9 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
     given: Any = fx.map_arg(node.args, node_value)
     a, b, *_, recipe = given
     runs, quantizers = describe(recipe, gemm), recipe.quantizers(gemm)
-    m, k, n = _sizes(gemm.name, (a, b), node_value(node))
+    result = node_value(node)
+    m, k, n = _sizes(gemm.name, (a, b), result)
+    stack = result if gemm is GRAD_WEIGHT else b
     casts: tuple[tuple[Any, Quantizer, int], ...] = ()
     parameters: tuple[bool, ...] = ()
     codes: dict[str, Any] = {}
@@ -149,6 +153,7 @@ def _layer_gemm(value: Value, owners: Owners) -> dict[str, Any]:
         "k": k,
         "n": n,
         "in_bytes": a.element_size(),
+        "groups": stack.shape[0] if isinstance(stack, Tensor) and stack.ndim == 3 else 1,
         "out_bytes": a.element_size(),  # the result has the dtype of its operands
         **codes,
         "casts": casts,
@@ -171,6 +176,9 @@ def _other_gemm(value: Value, operands: Sequence[Value]) -> dict[str, Any]:
         is_fp8, runs, codes = True, _described(*quantizers), code_sizes(*quantizers, config)
         # two codes may share a byte
         left, right = (each.values_shape(shape) for each, shape in zip(quantizers, (left, right), strict=True))
+    elif value.op == "fp8compile::grouped_blockwise_mm":  # its codes are bytes, and its right operand is transposed
+        a_format, b_format = value.node.args[5:7]
+        is_fp8, runs, right = True, f"{a_format} x {b_format} by {value.op}", (b.shape[-1], b.shape[-2])
     return {
         "runs": runs,
         "is_fp8": is_fp8,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fp8compile import recipes
-from fp8compile.nn.conversion_report import ConversionRow, conversion_report
+from fp8compile.nn.convertible.filters import LEAST_GAINING, size_of_gain
 from fp8compile.nn.experts.known_modules import layout_of
-from fp8compile.nn.filters import LEAST_GAINING, size_of_gain
+from fp8compile.nn.report.conversion_report import ConversionRow, conversion_report
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.testing.explain.attribution import Unknown
 from fp8compile.testing.explain.graphs import GraphGemm, describe
@@ -158,7 +158,7 @@ def layer_weights(model: nn.Module) -> dict[int, list[str]]:
 def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphReport, *, called: bool) -> GemmExplanation:
     if not called:
         if report.breaks or not report.graphs:
-            why = "graph break, it runs outside the graphs" if report.breaks else "nothing was compiled"
+            why = "graph break, the layer runs outside of the graphs" if report.breaks else "nothing was compiled"
             return GemmExplanation(gemm=gemm.name, status=UNPROVEN, detail=why)
         return GemmExplanation(gemm=gemm.name, status=ABSENT, detail="the layer is not called")
     module = model.get_submodule(row.fqn) if row.fqn in dict(model.named_modules()) else None
@@ -169,7 +169,7 @@ def _absent(gemm: Gemm, row: ConversionRow, model: nn.Module, report: GraphRepor
     elif isinstance(module, nn.Linear) and not module.weight.requires_grad:
         why = "its weight is frozen"
     else:
-        why = "nothing asks for it"
+        why = "its result is not used"
     return GemmExplanation(gemm=gemm.name, status=ABSENT, detail=why)
 
 
@@ -179,11 +179,11 @@ def _judged(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm]) -> tuple
     others = [each for each in found if each.runs != wanted]
     if wanted is None:
         is_fp8 = all(each.is_fp8 for each in found)
-        return (FP8 if is_fp8 else HIGH), ("as the recipe says" if row.converted and not is_fp8 else "")
+        return (FP8 if is_fp8 else HIGH), ("as the recipe specifies" if row.converted and not is_fp8 else "")
     if not others:
         return FP8, ""
     part = f" in {len(others)} of {len(found)} calls" if len(others) < len(found) else ""
-    return FELL_BACK, f"the recipe says {wanted}{part}"
+    return FELL_BACK, f"the recipe specifies {wanted}{part}"
 
 
 def _explained(gemm: Gemm, row: ConversionRow, found: Sequence[GraphGemm], peaks: Peaks | None) -> GemmExplanation:
@@ -217,7 +217,7 @@ def _doubted(part: GemmExplanation, unknown: Sequence[Unknown]) -> GemmExplanati
     if part.status == FELL_BACK:
         return part
     places = tuple(f"{each.op} at {place_text(each.file, each.line)}" for each in unknown)
-    detail = f"its weight meets data in {', '.join(places)}, and no graph tells what becomes of them"
+    detail = f"its weight is combined with data in {', '.join(places)}, and the graphs do not show how"
     return replace(part, status=UNPROVEN, detail=detail, places=places)
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8compile import ops
-from fp8compile._compat import forget_meshes, is_fsdp, local_itself
-from fp8compile.nn.convertible_layers import is_converted, weight_names
-from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile._compat import forget_meshes, fsdp_modules, local_itself
+from fp8compile.nn.convertible.convertible_layers import is_converted, weight_names
+from fp8compile.nn.parameter_uses.first_forward import suppress_warnings
 from fp8compile.quantizers import GEMMS
 from fp8compile.testing.explain.gemm_share import LOOKS_LIKE_PRODUCT, flop_formulas
 from fp8compile.testing.explain.gpu_code import missing_gemm
@@ -126,9 +126,9 @@ class MeshExplanation:
         if self.no_gemm:
             return f"{self.gpu} has no GEMM for {self.no_gemm}"
         if not self.fp8_products:
-            return "no product multiplies codes"
+            return "no GEMM runs in FP8"
         more = len(self.astray) - NAMED
-        return "; ".join(self.astray[:NAMED]) + (f"; and {more} layers more" if more > 0 else "")
+        return "; ".join(self.astray[:NAMED]) + (f"; and {more} more layers" if more > 0 else "")
 
 
 @contextmanager
@@ -142,7 +142,10 @@ def pretended_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
         RuntimeError: This process is in a process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError("a mesh is pretended in a process on its own; this one is in a process group already.")
+        raise RuntimeError(
+            "a mesh is simulated in one process, but a process group is already initialized in this process. Call "
+            "torch.distributed.destroy_process_group() first, or use a new process."
+        )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dims = tuple(sizes.values())
@@ -168,7 +171,10 @@ def _products(graph: GpuGraph, *, backward: bool) -> Iterator[Product]:
         name = op_name(node.target)
         if name not in formulas:
             if LOOKS_LIKE_PRODUCT.search(name):
-                raise ValueError(f"{name} looks like a matrix product, and nothing says how many operations it is.")
+                raise ValueError(
+                    f"{name} looks like a matrix product, but its FLOPs are unknown. Register a formula with "
+                    "torch.utils.flop_counter.register_flop_formula."
+                )
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), node_value)
         tensors = [each for each in args if isinstance(each, Tensor)]
@@ -194,12 +200,11 @@ def _expected(model: nn.Module) -> int:
 
 def _check_has_no_hooks(model: nn.Module) -> None:
     """Raise a ValueError if FSDP2 shards the model, because FSDP2's hooks communicate outside of the graphs."""
-    sharded = next((name or "the model" for name, module in model.named_modules() if is_fsdp(module)), None)
-    if sharded is not None:
+    if sharded := fsdp_modules(model):
         raise ValueError(
-            f"explain_mesh: fully_shard was called on {sharded}. FSDP2 gathers and reduces in hooks, which no graph "
-            "has. Shard by fp8compile.parallel.graph_fsdp, whose messages are in the graph, or leave fully_shard out. "
-            "fp8compile.testing.sends lists what FSDP2 sends."
+            f"explain_mesh: fully_shard was called on {sharded[0]}, but FSDP2 communicates in hooks, which are not "
+            "part of a graph. Shard with fp8compile.parallel.graph_fsdp, whose collectives are in the graph, or "
+            "omit fully_shard. fp8compile.testing.sends lists what FSDP2 sends."
         )
 
 
@@ -207,7 +212,7 @@ def _local_bytes(model: nn.Module) -> int:
     return sum(local.numel() * local.element_size() for local in map(local_itself, model.parameters()))
 
 
-@untold()
+@suppress_warnings()
 def explain_mesh(
     build: Callable[[DeviceMesh], tuple[nn.Module, tuple[Any, ...]]], sizes: Mapping[str, int], *, gpu: str = "h200"
 ) -> MeshExplanation:
@@ -227,7 +232,7 @@ def explain_mesh(
         RuntimeError: This process is in a process group already.
     """
     if gpu not in PEAKS:
-        raise ValueError(f"explain_mesh: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}.")
+        raise ValueError(f"explain_mesh: `gpu` is {gpu!r}; it must be one of {', '.join(PEAKS)}.")
     peaks = PEAKS[gpu]
     with pretended_mesh(sizes) as mesh:
         model, args = build(mesh)

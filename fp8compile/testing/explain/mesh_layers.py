@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fp8compile.nn.convertible_layers import is_converted
+from fp8compile.nn.convertible.convertible_layers import is_converted
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.quantizers import GEMMS, Recipe
@@ -52,7 +52,9 @@ class _Weight:
 
     def problems(self) -> Iterator[str]:
         """Yield descriptions of how the weight's GEMMs differ from its recipe; nothing if all agree."""
-        yield from (f"{each.op} at {place_text(each.file, each.line)} takes it, unseen" for each in self.unknown)
+        yield from (
+            f"{each.op} at {place_text(each.file, each.line)} uses it in an unknown way" for each in self.unknown
+        )
         in_codes = [gemm for gemm in GEMMS if self.recipe.quantizers(gemm) is not None]
         if in_codes and not self.dtypes[OUTPUT.name]:
             yield "it is not called"
@@ -64,7 +66,7 @@ class _Weight:
                 names = " x ".join(sorted(str(dtype).removeprefix("torch.") for dtype in other))
                 yield f"{gemm.name} fell back to {names}"
             elif not found and self._needs(gemm.name):
-                yield f"{gemm.name} is in no graph"
+                yield f"{gemm.name} is missing in the graphs"
 
     def _needs(self, gemm: str) -> bool:
         if gemm == GRAD_INPUT.name:

@@ -74,7 +74,7 @@ def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
         op = node.target._opname
         if op not in PASSES:
             raise ValueError(
-                f"nothing here says how many bytes {node.target} sends; it is one of {', '.join(PASSES)}."
+                f"the number of bytes that {node.target} sends is unknown; known collectives are {', '.join(PASSES)}."
             )
         ranks = dist.get_process_group_ranks(_resolve_process_group(node.args[-1]))
         given, made = _tensors(node.args), _tensors(node)

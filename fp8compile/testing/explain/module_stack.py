@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from fp8compile._compat import module_path
-from fp8compile.nn.conversion_report import conversion_report
+from fp8compile.nn.report.conversion_report import conversion_report
 
 __all__ = ["Names", "layer_of_stack", "module_of_stack"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8compile.ops.gemms.selection import ALIGNMENT
-from fp8compile.testing.explain.graphs import GraphGemm
+from fp8compile.testing.explain.graphs import GRAD_WEIGHT, GraphGemm
 
-__all__ = ["PEAKS", "Peaks", "Roofline", "least_seconds", "padding", "roofline"]
+__all__ = ["PEAKS", "Peaks", "Roofline", "experts_speed", "least_seconds", "padding", "roofline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,10 @@ PEAKS = {
 }  # fmt: skip
 
 
+# Shares of an H200's published peaks: 590 of 989 and 850 of 1979 TFLOP/s in grouped GEMMs, 2.8 of 4.8 TB/s in casts.
+REACHED_BF16, REACHED_FP8, REACHED_BY_CASTS = 0.6, 0.43, 0.58
+
+
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
     """Least times of the GEMMs of all layers in one training step, by the peaks of a GPU.
@@ -155,8 +159,10 @@ def least_seconds(operations: float, moved: float, peak: float, peaks: Peaks) ->
     return max(operations / peak, moved / peaks.bandwidth)
 
 
-def _seconds(m: int, k: int, n: int, in_bytes: float, out_bytes: int, peak: float, peaks: Peaks) -> float:
-    return least_seconds(2 * m * k * n, (m * k + k * n) * in_bytes + m * n * out_bytes, peak, peaks)
+def _seconds(gemm: GraphGemm, k: int, n: int, in_bytes: float, out_bytes: int, peak: float, peaks: Peaks) -> float:
+    of_weight, of_result = (1, gemm.groups) if gemm.gemm == GRAD_WEIGHT.name else (gemm.groups, 1)
+    moved = (gemm.m * k + of_weight * k * n) * in_bytes + of_result * gemm.m * n * out_bytes
+    return least_seconds(2 * gemm.m * k * n, moved, peak, peaks) / gemm.shared_by
 
 
 def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
@@ -164,14 +170,14 @@ def gemm_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
     k, n = padding(gemm)
     if gemm.is_fp8:
         peak = peaks.of_codes(gemm.code_bits, is_mx=gemm.by_mx)
-        return _seconds(gemm.m, k, n, gemm.code_bits / 8, gemm.out_bytes, peak, peaks) / gemm.shared_by
+        return _seconds(gemm, k, n, gemm.code_bits / 8, gemm.out_bytes, peak, peaks)
     peak = peaks.bf16 if gemm.in_bytes == 2 else peaks.fp32
-    return _seconds(gemm.m, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks) / gemm.shared_by
+    return _seconds(gemm, k, n, gemm.in_bytes, gemm.out_bytes, peak, peaks)
 
 
 def bf16_seconds(gemm: GraphGemm, peaks: Peaks) -> float:
     """Least time of a GEMM if it ran in bfloat16, divided by the number of layers that share it."""
-    return _seconds(gemm.m, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks) / gemm.shared_by
+    return _seconds(gemm, gemm.k, gemm.n, 2, 2, peaks.bf16, peaks)
 
 
 def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
@@ -184,6 +190,28 @@ def _cast_bytes(gemms: Iterable[GraphGemm]) -> float:
                 quantizer.code_bits() / 8 + (gemm.in_bytes if is_parameter else 0)
             )
     return sum(casts.values())
+
+
+def experts_speed(gemms: Iterable[GraphGemm], peaks: Peaks) -> tuple[int, float] | None:
+    """Estimate the speed of FP8 experts, for a GPU with peak rates ``peaks``.
+
+    Args:
+        gemms: GEMMs of the graphs.
+        peaks: Peaks of the GPU.
+
+    Returns:
+        The mean number of rows of an expert in the layer that has the fewest, and the speed relative to bfloat16; None
+        if no experts are in FP8.
+
+    Source: the model in docs/speed.md, by the shares of an H200's peaks that good kernels reach.
+    """
+    grouped = [gemm for gemm in gemms if gemm.groups > 1 and gemm.layer is not None]
+    if not any(gemm.is_fp8 for gemm in grouped):
+        return None
+    rows = min((gemm.k if gemm.gemm == GRAD_WEIGHT.name else gemm.m) // gemm.groups for gemm in grouped)
+    seconds = sum(gemm_seconds(gemm, peaks) / (REACHED_FP8 if gemm.is_fp8 else REACHED_BF16) for gemm in grouped)
+    seconds += _cast_bytes(grouped) / (REACHED_BY_CASTS * peaks.bandwidth)
+    return rows, sum(bf16_seconds(gemm, peaks) for gemm in grouped) / REACHED_BF16 / seconds
 
 
 def roofline(gemms: Iterable[GraphGemm], peaks: Peaks) -> Roofline:

@@ -28,7 +28,8 @@ PRODUCTS: dict[str, tuple[int, int]] = {
     "aten::mv": (0, 1), "aten::addmv": (1, 2), "aten::dot": (0, 1), "aten::matmul": (0, 1), "aten::linear": (0, 1),
     "aten::_grouped_mm": (0, 1), "aten::_scaled_grouped_mm": (0, 1), "aten::_scaled_grouped_mm_v2": (0, 1),
     "aten::_scaled_mm": (0, 1), "aten::_scaled_mm_v2": (0, 1), "fp8compile::scaled_mm": (0, 1),
-    "aten::_int_mm": (0, 1), "fp8compile::scaled_grouped_mm": (0, 1), "fp8compile::grouped_mm": (0, 1),
+    "aten::_int_mm": (0, 1), "fp8compile::scaled_grouped_mm": (0, 1),
+    "fp8compile::grouped_blockwise_mm": (0, 1), "fp8compile::grouped_mm": (0, 1),
     **dict.fromkeys((op.name() for op in ops.FOUR_BIT_PRODUCTS), (0, 1)),
 }  # fmt: skip
 LOOKUPS = frozenset({"aten::embedding", "aten::_embedding_bag", "aten::_embedding_bag_forward_only"})

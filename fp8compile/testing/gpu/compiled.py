@@ -20,7 +20,7 @@ from fp8compile.testing.gpu.gpus import Gpu, pretend_gpu, triton_target
 
 __all__ = ["CompiledKernel", "compiled_jit", "compiled_kernels", "halved", "unpipelined"]
 
-KERNEL_SOURCE = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
+KERNEL_SOURCE = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''\n(.*?)^'''", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ def _worker() -> AbstractContextManager[Any]:
     import triton
 
     error = RuntimeError(
-        "The kernel asks CUDA for its GPU while it is compiled. Inductor compiles in forked processes, where that"
-        " fails: take the GPU from the compiler's options, or from a constant argument."
+        "The kernel asks CUDA for its GPU while it is compiled. Inductor compiles in forked processes, where this "
+        "fails. Read the GPU from the compiler's options, or from a constant argument."
     )
     return mock.patch.object(triton.runtime.driver.active, "get_current_target", side_effect=error)
 

@@ -12,7 +12,7 @@ from typing import Any
 from fp8compile.testing.gpu.compiled import CompiledKernel, compiled_jit, compiled_kernels
 from fp8compile.testing.gpu.gpus import Gpu, check_is_nvidia
 
-__all__ = ["KernelResources", "assembled", "jit_resources", "kernel_resources"]
+__all__ = ["KernelResources", "assembled", "disassembled", "jit_resources", "kernel_resources"]
 
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -47,7 +47,8 @@ class KernelResources:
         )
 
 
-def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
+def _ptxas(ptx: str, gpu: Gpu, cubin: str) -> str:
+    """Assemble PTX to the file ``cubin``, and return what ptxas reports."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     check_is_nvidia(gpu, "resources(), by ptxas,")
@@ -55,20 +56,33 @@ def _ptxas(ptx: str, gpu: Gpu) -> tuple[int, int]:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         name = f"sm_{gpu.cc}a" if gpu.major >= 9 else f"sm_{gpu.cc}"  # 9.0 and later have instructions of their own
-        command = [get_ptxas(gpu.cc).path, "-v", f"--gpu-name={name}", str(path), "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = SPILLS.search(said)
-    registers, *_ = REGISTERS.findall(said)
-    return int(registers), sum(map(int, spilled.groups())) if spilled else 0
+        command = [get_ptxas(gpu.cc).path, "-v", f"--gpu-name={name}", str(path), "-o", cubin]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def disassembled(kernel: CompiledKernel, gpu: Gpu) -> str:
+    """Assemble a compiled kernel, and return its machine code (SASS) as text of nvdisasm."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = f"{folder}/kernel.cubin"
+        _ptxas(kernel.ptx, gpu, cubin)
+        command = [knobs.nvidia.nvdisasm.path, "-c", cubin]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def assembled(kernel: CompiledKernel, gpu: Gpu) -> KernelResources:
     """Assemble a compiled kernel, and return its registers, spills and shared memory."""
-    registers, spilled = _ptxas(kernel.ptx, gpu)
+    said = _ptxas(kernel.ptx, gpu, "/dev/null")
+    spilled = SPILLS.search(said)
     return KernelResources(
-        name=kernel.name, config=kernel.config, num_warps=kernel.num_warps, registers=registers,
-        spilled_bytes=spilled, shared_bytes=kernel.shared_bytes,
-    )  # fmt: skip
+        name=kernel.name,
+        config=kernel.config,
+        num_warps=kernel.num_warps,
+        registers=int(REGISTERS.findall(said)[0]),
+        spilled_bytes=sum(map(int, spilled.groups())) if spilled else 0,
+        shared_bytes=kernel.shared_bytes,
+    )
 
 
 def kernel_resources(source: str, gpu: Gpu) -> list[KernelResources]:

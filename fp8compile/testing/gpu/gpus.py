@@ -136,7 +136,7 @@ def gpu_called(arch: str) -> Gpu:
         return GPUS[arch]
     named = {str(gpu.cc) if gpu.is_amd else f"sm_{gpu.cc}": gpu for gpu in reversed(GPUS.values())}
     if arch not in named:
-        raise ValueError(f"arch is {arch!r}; it is one of {', '.join(GPUS)}, or of {', '.join(sorted(named))}.")
+        raise ValueError(f"`arch` is {arch!r}; it must be one of {', '.join(GPUS)}, or of {', '.join(sorted(named))}.")
     return named[arch]
 
 
@@ -144,8 +144,8 @@ def check_is_nvidia(gpu: Gpu, what: str) -> None:
     """Raise a ValueError if the GPU is AMD's; ``what`` names the function that needs an NVIDIA GPU."""
     if gpu.is_amd:
         raise ValueError(
-            f"{what} is for NVIDIA's GPUs, and {gpu.name} ({gpu.gcnArchName}) is AMD's. `gpu_kernels` and `fp8compile "
-            "explain --gpu` generate its code."
+            f"{what} supports only NVIDIA GPUs, but {gpu.name} ({gpu.gcnArchName}) is an AMD GPU. Use `gpu_kernels` "
+            "and `fp8compile explain --gpu` to generate its code."
         )
 
 

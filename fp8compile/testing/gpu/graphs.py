@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fp8compile._compat import is_unbacked
+from fp8compile._compat import forget_graphs, is_unbacked
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.flex_attention import pretend_flex_attention
-from fp8compile.testing.gpu.gpus import Gpu
+from fp8compile.testing.gpu.gpus import Gpu, pretend_triton
 from fp8compile.testing.graphs.kept_state import kept_state
 
 __all__ = [
@@ -80,8 +81,9 @@ def _empty_outputs(graph: fx.GraphModule) -> list[Any]:
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
     if any(is_unbacked(size) for value in values if isinstance(value, Tensor) for size in value.shape):
         raise ValueError(
-            "sizes in this graph are data, such as how many rows other ranks send, and only a run knows them. Give "
-            "experts a capacity: ExpertParallel(capacity=...) or expert_routes(..., capacity=...)."
+            "sizes in this graph depend on data, such as the number of rows that other ranks send, and are known "
+            "only at run time. Set a capacity for experts: ExpertParallel(capacity=...) or expert_routes(..., "
+            "capacity=...)."
         )
     return [
         torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v
@@ -171,9 +173,10 @@ def gpu_graphs(fn: Callable[..., Any], args: Sequence[Any], gpu: Gpu | None) -> 
     torch._dynamo.reset()
     # kept_state restores buffers, because values that are written to them are not computed here either
     target = nullcontext() if gpu is None else pretend_target(gpu.target)
-    with kept_state(fn, args), target, pretend_flex_attention():
+    triton = nullcontext() if gpu is None or not find_spec("triton") else pretend_triton(gpu)
+    with kept_state(fn, args), target, triton, pretend_flex_attention():
         torch.compile(fn, fullgraph=True, backend=watched)(*args)
-    torch._dynamo.reset()
+    forget_graphs()
     for each in forwards + backwards:
         check_has_no_region(each.graph)
     return forwards + backwards
@@ -201,6 +204,6 @@ def check_has_no_region(graph: fx.GraphModule) -> None:
     """Raise a NotImplementedError if a graph calls ``invoke_subgraph``: reports would miss the subgraph."""
     if any(node.target is torch.ops.higher_order.invoke_subgraph for node in graph.graph.nodes):
         raise NotImplementedError(
-            "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not looked into: for "
-            "the code of a GPU pass one block, or a model whose blocks are no regions."
+            "the code of regions (fp8compile.compile, torch.compiler.nested_compile_region) is not supported. To "
+            "generate code for a GPU, pass a single block, or a model whose blocks are not regions."
         )

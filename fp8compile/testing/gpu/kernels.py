@@ -19,8 +19,7 @@ from fp8compile.testing.gpu.schedule import Schedule, operator_of, schedule
 
 __all__ = ["GpuCode", "Launch", "gpu_kernels"]
 
-KERNEL = re.compile(r"^def (triton_\w+)\(", re.MULTILINE)
-GEMM = re.compile(r"^(?!\s*#).*?\b(?:extern_kernels|torch\.ops\.\w+)\.(\w*mm\w*)(?:\.\w+)?\(", re.MULTILINE)
+KERNEL = re.compile(r"^(\w+) = async_compile\.triton\(", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +28,13 @@ class Launch:
 
     Attributes:
         name: Name of the Triton kernel, or of the operator that is called.
-        kind: "triton" for generated code, "gemm" for a library's matrix product, "opaque" for any other operator,
-            whose launches Inductor doesn't know.
+        kind: "triton" for generated code and Triton kernels of others, "gemm" for a GEMM, "opaque" for any other
+            operator, whose launches Inductor doesn't know.
         ops: Names of the operators that the launch computes, in order, before decomposition.
         bytes_read: Bytes read; each buffer counts once.
         bytes_written: Bytes written; each buffer counts once.
+        op: The operator whose Triton kernel is launched instead of a call, such as "fp8compile.group_cast.default";
+            empty for generated code, and for calls.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Launch:
     ops: tuple[str, ...]
     bytes_read: int
     bytes_written: int
+    op: str = ""
 
     def __str__(self) -> str:
         moved = f"{self.bytes_read / 1e6:.3f} MB read, {self.bytes_written / 1e6:.3f} MB written"
@@ -56,7 +58,7 @@ class GpuCode:
         bytes: Bytes that kernels and library calls read and write; Inductor counts each buffer once per kernel.
         launches: Kernels and library calls in order.
         gpu: The GPU that the code is for.
-        no_cuda_graph: Why Inductor would not replay the graph as a CUDA graph; None if it would.
+        no_cuda_graph: The reason why Inductor would not use a CUDA graph; None if it would.
         mutated_inputs: Positions of the arguments that the graph writes to. A backward's arguments other than
             gradients keep their addresses, so a CUDA graph may write to them.
     """
@@ -75,13 +77,15 @@ class GpuCode:
 
     @cached_property
     def gemms(self) -> tuple[str, ...]:
-        """Names of the matrix products that are called, one entry per call."""
-        return tuple(GEMM.findall(self.source))
+        """Names of the GEMMs' operators, without their namespaces, one entry per GEMM."""
+        names = (launch.op or launch.name for launch in self.launches if launch.kind == "gemm")
+        return tuple(name.removesuffix(".default").rpartition(".")[2] for name in names)
 
     def kernel(self, name: str) -> str:
-        """Source of the Triton kernel called ``name``."""
-        start = self.source.index(f"def {name}(")
-        return self.source[start : self.source.index("'''", start)]
+        """Source of the Triton kernel called ``name``; of a handwritten one, also its configurations and helpers."""
+        start = self.source.index(f"{name} = async_compile.triton(")
+        _, text, _ = self.source[start:].split("'''", 2)
+        return text[max(0, text.find(f"def {name}(")) :]
 
     def resources(self) -> list[KernelResources]:
         """Registers and spills of the Triton kernels, from Triton's ptxas; takes seconds per kernel.
@@ -103,6 +107,7 @@ def _code(found: Schedule, gpu: Gpu) -> GpuCode:
             ops=tuple(dict.fromkeys(map(operator_of, found.computed(launch)))),
             bytes_read=launch.bytes_read,
             bytes_written=launch.bytes_written,
+            op=launch.op,
         )
         for launch in found.launches
     )

@@ -84,8 +84,9 @@ def _write_out(node: fx.Node, value: Tensor, device: torch.device) -> None:
     """
     if value.numel() > LARGEST_CONSTANT:
         raise NotImplementedError(
-            f"the function makes a tensor of {value.numel()} numbers, as torch.tensor([...]) does; a GPU's program "
-            f"can have {LARGEST_CONSTANT} of them here. Make it a buffer of the module, or an argument."
+            f"the function creates a constant tensor of {value.numel()} elements, as torch.tensor([...]) does, but "
+            f"simulated GPU programs support at most {LARGEST_CONSTANT} elements. Make it a buffer of the module, or "
+            "an argument."
         )
     graph, options = node.graph, dict[str, Any](dtype=value.dtype, device=device)
     with _disable_current_modes():  # the numbers are real, and a fake mode may be active

@@ -120,7 +120,9 @@ class Ptx:
         opcode, _, rest = text[guard.end() if guard else 0 :].partition(" ")
         opcode, operands = opcode.strip(), _operands(rest)
         if opcode.startswith(UNKNOWN):
-            raise NotImplementedError(f"PTX line {line}: {text}: what this instruction reads and writes isn't known.")
+            raise NotImplementedError(
+                f"PTX line {line}: {text}: the operands of this instruction are unknown, so the PTX can't be analyzed."
+            )
         writes = operands[:1] if not opcode.startswith(WRITES_NOTHING) else ()
         reads = operands[len(writes) :]
         registers = self.registers_in

@@ -101,7 +101,7 @@ def _complaints(
         if id(each) not in on_path or each.opcode not in MEANT:
             yield each, "computes in float64 what no scale needs"
         elif any(each.line in lines for lines in loops):
-            yield each, "computes in float64, in a loop that divides as often as it stores codes"
+            yield each, "computes in float64, in a loop that divides as often as it stores quantized data"
 
 
 def kernel_ptx(kernel: CompiledKernel, written: Iterable[int]) -> KernelPtx:

@@ -25,7 +25,7 @@ from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
 
 __all__ = ["written_parameters"]
 
-LAUNCH = re.compile(r"^\s+((triton_\w+)\.run\(.*\))$", re.MULTILINE)
+LAUNCH = re.compile(r"^\s+((\w+)\.run\(.*\))$", re.MULTILINE)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 OPERANDS = 4  # the first arguments of a scaled product: two of codes, two of scales
 
@@ -101,7 +101,7 @@ def _positions(launch: ScheduledLaunch, call: str, scheduled: Schedule, nodes: s
 
 def _unknown_form(what: str) -> RuntimeError:
     return RuntimeError(
-        f"written_parameters: {what}. PyTorch {torch.__version__} prints code in another form than is known here."
+        f"written_parameters: {what}. PyTorch {torch.__version__} prints generated code in an unknown form."
     )
 
 

@@ -45,7 +45,7 @@ class ScheduledLaunch:
 
     Attributes:
         name: Name of the Triton kernel, or of the operator that is called.
-        kind: "triton", "gemm" or "opaque".
+        kind: "triton", "gemm" or "opaque"; a Triton kernel that is launched for a GEMM's operator is a "gemm".
         bytes_read: Bytes read; each buffer counts once.
         bytes_written: Bytes written; each buffer counts once, even if nobody reads it.
         made: The buffers that the launch makes, each with the node of the lowered graph whose value the buffer holds.
@@ -53,6 +53,8 @@ class ScheduledLaunch:
         read: The buffers that the launch reads; for a GEMM, the operands in order.
         arguments: Names of the buffers that a Triton kernel gets, by position; "" for any other argument.
         is_template: Whether the kernel is one of Inductor's templates, which multiply matrices in tiles.
+        op: The operator whose kernel is launched instead of a call, such as "fp8compile.group_cast.default"; empty for
+            code that Inductor generates, and for calls.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ScheduledLaunch:
     read: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     is_template: bool = False
+    op: str = ""
 
 
 @dataclass(frozen=True)
@@ -240,13 +243,15 @@ def _launch(node: Any, call: dict[str, str], text: str) -> ScheduledLaunch:
     from torch._inductor.virtualized import V
 
     name = call["triton"] or call["extern"] or call["op"]
-    is_product = "mm" in name.rpartition(".")[2] or "mm." in name
-    total, written = node.get_read_write_buffers_sizes(), node.get_write_buffer_sizes()
+    total, written = _moved_bytes(node), node.get_write_buffer_sizes()
     parts = list(node.get_nodes())
     # all results of a template but the first are buffers that it is given to write to
     names = [each.get_name() for part in parts for each in getattr(part.node, "mutated_inputs", None) or ()]
     given = [V.graph.name_to_buffer[name] for name in names]
+    op = ""
     if own := [part.node for part in parts if isinstance(part.node, ir.UserDefinedTritonKernel)]:
+        target = own[0].fx_node.target
+        op = str(target) if isinstance(target, torch._ops.OpOverload) else ""
         buffers = [buffer for kernel in own for buffer in kernel.mutable_args]  # it returns nothing
     else:
         buffers = [*(part.node for part in parts), *given]
@@ -256,15 +261,18 @@ def _launch(node: Any, call: dict[str, str], text: str) -> ScheduledLaunch:
         made |= {output.get_name(): _node_of(buffer) for output, buffer in written_to}
     written += sum(_bytes(buffer) for buffer in given)
     unread = _unread_bytes(node)
+    called = op if call["triton"] else name
+    is_product = "mm" in called.rpartition(".")[2] or "mm." in called
     return ScheduledLaunch(
         name=name,
-        kind="triton" if call["triton"] else "gemm" if is_product else "opaque",
+        kind="gemm" if is_product else "triton" if call["triton"] else "opaque",
         bytes_read=total - written,
         bytes_written=written + unread,
         made=made,
         read=tuple(_reads(parts, made)),
         arguments=_names(call["text"]) if call["triton"] else (),
-        is_template=name.startswith("triton_tem") and "tl.dot(" in text,  # our templates of casts have no product
+        is_template=name.startswith("triton_tem") and "tl.dot(" in text,
+        op=op,
     )
 
 
@@ -281,6 +289,19 @@ def _unread_bytes(node: Any) -> int:
         return 0
     made = [each for each in node.node.outputs if isinstance(each, ir.MultiOutput)]
     return max(0, sum(map(_bytes, made)) - node.get_write_buffer_sizes())
+
+
+def _moved_bytes(node: Any) -> int:
+    """Return the bytes that a kernel reads and writes; Inductor counts all results of a user's kernel as read too."""
+    from torch._inductor import ir
+
+    over = 0
+    for kernel in (part.node for part in node.get_nodes() if isinstance(part.node, ir.UserDefinedTritonKernel)):
+        accesses = getattr(kernel, "arg_accesses", None)  # 2.11 does not know what a kernel reads
+        names = () if accesses is None else {each.name for each in accesses.read_writes.reads}
+        read = [kernel.get_kwargs_value(name).get_name() for name in names if name in kernel.kwargs]
+        over += sum(_bytes(each) for each in kernel.mutable_args if each.get_name() not in read)
+    return node.get_read_write_buffers_sizes() - over
 
 
 def _bytes(buffer: Any) -> int:
@@ -328,8 +349,9 @@ def _launches(nodes: Sequence[Any], source: str) -> tuple[ScheduledLaunch, ...]:
     ]
     if len(nodes) != len(calls):
         raise RuntimeError(
-            f"gpu_kernels: {len(nodes)} kernels were scheduled, {len(calls)} calls found in the generated code: their "
-            f"bytes can't be told apart. PyTorch {torch.__version__} prints code in another form than is known here."
+            f"gpu_kernels: {len(nodes)} kernels were scheduled, but {len(calls)} calls were found in the generated "
+            f"code, so their bytes can't be assigned. The generated code of PyTorch {torch.__version__} is not "
+            "supported; use another version."
         )
     return tuple(
         _launch(node, call, _definition(source, call["triton"])) for node, call in zip(nodes, calls, strict=True)
@@ -349,7 +371,7 @@ def _schedule(nodes: Sequence[Any], source: str, total: int, sources: dict[str, 
     constants = constants_of(lowering)
     total += sum(map(_unread_bytes, called))
     # what passes from one kernel of a node to the next; and what nodes would pass that are not printed
-    total += sum(each.get_read_write_buffers_sizes() for each in called)
+    total += sum(map(_moved_bytes, called))
     total -= sum(each.get_read_write_buffers_sizes() for each in (*fused, *filter(_is_replaced, nodes)))
     return Schedule(
         source, total, _launches(called, source), sources, placed, reason, mutated, constants, lowering.graph

@@ -25,7 +25,10 @@ __all__ = ["assert_cacheable", "assert_comm", "assert_fullgraph", "assert_no_rec
 def _report(fn: Callable[..., Any] | GraphReport, args: tuple[Any, ...], options: dict[str, Any]) -> GraphReport:
     if isinstance(fn, GraphReport):
         if args or options:
-            raise TypeError("given a report, an assertion takes no arguments for calls: they were made already.")
+            raise TypeError(
+                "the first argument is a GraphReport, whose calls were already made, so no other arguments are "
+                "allowed. Omit them, or pass the model instead of the report."
+            )
         return fn
     return graph_report(fn, *args, **options)
 
@@ -34,8 +37,7 @@ def check_report(report: object, assertion: str) -> None:
     """Raise a TypeError unless ``report`` is a `GraphReport`; ``assertion`` is the caller's name."""
     if not isinstance(report, GraphReport):
         raise TypeError(
-            f"{assertion} takes a GraphReport, and is given a {type(report).__name__}; call graph_report(model, x) "
-            "first."
+            f"{assertion} expects a GraphReport, got a {type(report).__name__}. Call graph_report(model, x) first."
         )
 
 
@@ -47,13 +49,13 @@ def _fail_if(lines: Iterable[str], what: str) -> None:
 
 
 def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options: Any) -> GraphReport:
-    """Assert that there is no graph break, and that something was compiled at all.
+    """Assert that at least one graph was compiled, without graph breaks.
 
-    Breaks before the first and after the last tensor operation count too, although they add no graph.
+    Breaks before the first and after the last tensor operation also count, although they do not add a graph.
 
     Args:
         fn: A module or function, or a report.
-        args: Arguments of the first call, as `graph_report` takes them.
+        args: Arguments of the first call, as for `graph_report`.
         options: Further arguments of `graph_report`.
 
     Returns:
@@ -70,7 +72,7 @@ def assert_fullgraph(fn: Callable[..., Any] | GraphReport, *args: Any, **options
         f"{counted_at(report.breaks, 'graph breaks')}:",
     )
     if not report.graphs:
-        raise AssertionError("nothing was compiled: Dynamo skips this function, or no tensor operation is in it.")
+        raise AssertionError("nothing was compiled: Dynamo skips this function, or it contains no tensor operation.")
     return report
 
 
@@ -89,7 +91,7 @@ def assert_no_recompile(
     Args:
         fn: A module or function, or a report of such calls.
         calls: At least two tuples of arguments, or `Call` objects if modes differ too.
-        allowed: Number of recompilations that are expected, such as 1 for eval beside train.
+        allowed: Number of recompilations that are expected, such as 1 for eval in addition to train.
         options: Further arguments of `graph_report`.
 
     Returns:
@@ -97,7 +99,7 @@ def assert_no_recompile(
 
     Raises:
         AssertionError: There are more recompilations. The text has each, with its function and the failed guard.
-        TypeError: ``calls`` is no list of calls.
+        TypeError: ``calls`` is not a list of calls.
         ValueError: There are fewer than two calls, which can't show a recompilation.
     """
     __tracebackhide__ = True
@@ -105,7 +107,7 @@ def assert_no_recompile(
     report = _report(fn, (), options if no_calls else options | {"calls": calls})
     if len(report.calls) < 2:
         raise ValueError(
-            f"assert_no_recompile: {numbered(len(report.calls), 'calls')} made; a recompile takes two at least."
+            f"assert_no_recompile: {numbered(len(report.calls), 'calls')} made, but a recompile requires at least two."
         )
     if len(report.recompiles) > allowed:
         lines = (line for each in report.recompiles for line in recompile_lines(each))
@@ -144,7 +146,7 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
 
     Args:
         report: The report, from `graph_report`.
-        contains: Names of required operators, in whole or up to a dot: "fp8compile::linear", "aten.mm",
+        contains: Names of required operators, in full or up to a dot: "fp8compile::linear", "aten.mm",
             "_c10d_functional".
         absent: Names of forbidden operators, in the same form.
 
@@ -157,7 +159,7 @@ def assert_ops(report: GraphReport, *, contains: Iterable[str] = (), absent: Ite
     contains, absent = ([names] if isinstance(names, str) else list(names) for names in (contains, absent))
     present = sorted(set(report.ops))
     lines = [f"  {name} is missing" for name in contains if not _matching(name, present)]
-    lines += [f"  {name} is there: {', '.join(found)}" for name in absent if (found := _matching(name, present))]
+    lines += [f"  {name} was found: {', '.join(found)}" for name in absent if (found := _matching(name, present))]
     _fail_if([*lines, f"  the graphs have {', '.join(present)}"] if lines else [], "operators are not as expected:")
 
 
@@ -178,10 +180,10 @@ def assert_comm(
 
     Args:
         report: The report, from `graph_report`.
-        op: Name of the collectives to check, in whole or up to a dot, such as
+        op: Name of the collectives to check, in full or up to a dot, such as
             "_c10d_functional.all_gather_into_tensor"; None for all.
         dtype: The dtype, or several, that these collectives may send; None for any.
-        max_bytes: Largest number of bytes that these collectives may send together, on one rank; None for any.
+        max_bytes: Maximum total bytes that these collectives may send on one rank; None for any.
 
     Raises:
         AssertionError: There is no such collective, one sends another dtype, or all together send more bytes.
@@ -192,12 +194,12 @@ def assert_comm(
     dtypes = [] if dtype is None else [dtype] if isinstance(dtype, (torch.dtype, str)) else list(dtype)
     if not all(isinstance(each, torch.dtype) for each in dtypes):
         raise TypeError(
-            f"assert_comm: dtype is {dtype!r}; it is a torch.dtype, such as torch.uint8, or a list of them."
+            f"assert_comm: `dtype` is {dtype!r}; it must be a torch.dtype, such as torch.uint8, or a list of them."
         )
     found = [c for c in report.collectives if op is None or _matching(op, [c.op])]
     if not found:
         sent = ", ".join(sorted({c.op for c in report.collectives})) or "none"
-        raise AssertionError(f"no collective{f' {op}' if op else ''} in the graphs; there are: {sent}")
+        raise AssertionError(f"no collective{f' {op}' if op else ''} in the graphs; found: {sent}")
     if dtype is not None:
         names = {str(each).removeprefix("torch.") for each in dtypes}
         wrong = [c for c in found if c.dtype not in names]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.testing.graphs.compiler_log import CompilerLog, GraphBreak, numbered
+from fp8compile.testing.graphs.compiler_log import CompilerLog, GraphBreak, numbered, without_resumed
 from fp8compile.testing.graphs.counts import Counts
 from fp8compile.testing.graphs.report import break_lines, counted_at, recompile_lines
 
@@ -27,6 +27,7 @@ __all__ = ["check_baseline"]
 
 VERSIONED = re.compile(r"torch-(\d+)\.(\d+)")
 FAULTS = ("breaks", "recompiles", "bypasses")
+FOLLOW_A_BREAK = ("graphs", "saved_bytes", "sent_bytes")  # numbers that a new break alone changes
 TAKES = "takes it as it is"
 
 
@@ -80,9 +81,9 @@ def _load(path: Path) -> tuple[Counts, dict[str, int]]:
     try:
         known = json.loads(path.read_text())
         places = {str(place): int(number) for place, number in known["places"].items()}
-        return Counts(**{name: known[name] for name in Counts.__dataclass_fields__}), places
+        return Counts(**{name: known[name] for name in Counts.__dataclass_fields__ if name in known}), places
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        pytest.fail(f"{path} is no graph baseline ({error!r}); delete it to make a new one.", pytrace=False)
+        pytest.fail(f"{path} is not a graph baseline ({error!r}). Delete it to create a new one.", pytrace=False)
 
 
 def _store(path: Path, nodeid: str, counts: Counts, places: dict[str, int]) -> None:
@@ -97,7 +98,7 @@ def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
     better: list[str] = []
     for name, now in asdict(counts).items():
         before = getattr(known, name)
-        if now == before or None in (now, before):  # bytes are counted by reports alone
+        if now == before or None in (now, before):  # `_not_compared` has these
             continue
         if name == "saved_bytes" and counts.breaks < known.breaks:
             continue  # what lay between the graphs was saved too, by eager mode, and nobody counted it
@@ -105,6 +106,16 @@ def _changes(known: Counts, counts: Counts) -> tuple[list[str], list[str]]:
         grew = now > before or (name == "graphs" and now == 0)
         (worse if grew else better).append(f"{name} {before} -> {now}")
     return worse, better
+
+
+def _not_compared(known: Counts, counts: Counts) -> str:
+    """Return the names of numbers that only the baseline or only the test has, because a fixture came or went."""
+    now = asdict(counts)
+    return ", ".join(name for name, before in asdict(known).items() if (before is None) != (now[name] is None))
+
+
+def _without_follow_ups(changes: list[str]) -> list[str]:
+    return [each for each in changes if each.partition(" ")[0] not in FOLLOW_A_BREAK]
 
 
 def _note(item: pytest.Item, text: str) -> None:
@@ -137,8 +148,8 @@ def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
     if compared is None:
         if item.config.getoption("--graph-frozen"):
             pytest.fail(
-                f"there is no graph baseline {path}, and --graph-frozen makes none. Run pytest --graph-baseline "
-                f"{folder} without it, and commit the file.",
+                f"there is no graph baseline {path}, and --graph-frozen does not create one. Run pytest "
+                f"--graph-baseline {folder} without it, and commit the file.",
                 pytrace=False,
             )
         _store(path, item.nodeid, counts, places)
@@ -149,22 +160,28 @@ def check_baseline(item: pytest.Item, counts: Counts, log: CompilerLog) -> None:
     worse, better = _changes(known, counts)
     new = Counter(places) - Counter(known_places)
     gone = Counter(known_places) - Counter(places)
+    unknown = _not_compared(known, counts)
     if item.config.getoption("--graph-update"):
-        if worse or better or new or gone:
+        if worse or better or new or gone or unknown:
             _store(path, item.nodeid, counts, places)
-            _note(item, f"updated: {', '.join([*worse, *better]) or 'breaks are at other places'}")
+            _note(item, f"updated: {', '.join([*worse, *better]) or unknown or 'breaks are at other places'}")
     elif worse or new:
         added = [each for place in new for each in found[place]]
+        if added:
+            worse, better = map(_without_follow_ups, (worse, better))
         at = f"{counted_at(added, 'new breaks')}, " if added else ""
         lines = [f"{at}worse than the graph baseline{whose}: {', '.join(worse) or 'a break at a new place'}"]
         lines += [f"better: {', '.join(better)}"] if better else []
         lines += [f"new: {number} more of {place}" for place, number in new.items() if known_places.get(place)]
         lines += [line for each in added for line in break_lines(each)]
         lines += [f"gone: {place}" for place in gone]
-        lines += [line for each in log.recompiles for line in recompile_lines(each)]
+        recompiles = without_resumed(log.recompiles) if added else log.recompiles
+        lines += [line for each in recompiles for line in recompile_lines(each)]
         takes = f"keeps it as the baseline of PyTorch {'.'.join(map(str, TORCH_VERSION[:2]))}" if whose else TAKES
         pytest.fail("\n".join([*lines, f"--graph-update {takes}."]), pytrace=False)
-    elif better:
-        _note(item, f"{whose.strip()} better: {', '.join(better)}; --graph-update takes it".strip())
+    elif better or unknown:
+        says = [f"better: {', '.join(better)}"] if better else []
+        says += [f"not compared: {unknown}"] if unknown else []
+        _note(item, f"{whose.strip()} {', '.join(says)}; --graph-update takes it".strip())
     elif whose:
         _note(item, whose.strip())

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ __all__ = [
     "listen",
     "numbered",
     "one_line",
+    "without_resumed",
 ]
 
 BREAK = re.compile(
@@ -211,6 +212,11 @@ class CompilerLog:
 def _function(name: str) -> str:
     resumed = RESUMED.fullmatch(name)
     return f"the rest of `{resumed['function']}` after line {resumed['line']}" if resumed else f"`{name}`"
+
+
+def without_resumed(recompiles: Sequence[Recompile]) -> list[Recompile]:
+    """Leave out recompilations of the rests of functions, which are there only because of a graph break."""
+    return [each for each in recompiles if not RESUMED.fullmatch(each.function)]
 
 
 def numbered(number: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8compile.testing.graphs.compiler_log import CompilerLog
@@ -22,6 +23,10 @@ class Counts:
         saved_bytes: Bytes saved for backward passes, in the reports that the test's fixture made; None without a
             report.
         sent_bytes: Bytes sent between ranks, in the same reports; None without a report.
+        launches: Kernels and library calls in the code for a GPU that the test's fixture ``gpu_kernels`` generated;
+            None without it, as the next two.
+        gemms: Calls of matrix products in the same code.
+        gpu_bytes: Bytes that kernels and library calls read and write in the same code.
     """
 
     graphs: int
@@ -30,13 +35,22 @@ class Counts:
     bypasses: int
     saved_bytes: int | None
     sent_bytes: int | None
+    launches: int | None = None
+    gemms: int | None = None
+    gpu_bytes: int | None = None
 
 
 PROPERTIES = ("graph_baseline", *(f"graph_{name}" for name in Counts.__dataclass_fields__))
 
 
-def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
-    """Return the counts of a test, by the compiler's log and by the reports of the fixture ``graph_report``."""
+def counts_of(log: CompilerLog, reports: Sequence[GraphReport], code: dict[str, int]) -> Counts:
+    """Return the counts of a test.
+
+    Args:
+        log: The compiler's log during the test.
+        reports: What the test's fixture ``graph_report`` has returned.
+        code: Counts of the code that the fixture ``gpu_kernels`` has returned, by field; empty without it.
+    """
     by_report = {bypass for report in reports for bypass in report.bypasses}
     return Counts(
         graphs=log.graphs,
@@ -45,4 +59,5 @@ def counts_of(log: CompilerLog, reports: list[GraphReport]) -> Counts:
         bypasses=len(by_report) if reports else len(log.bypasses),
         saved_bytes=sum(g.saved_bytes for report in reports for g in report.graphs) if reports else None,
         sent_bytes=sum(c.bytes for report in reports for c in report.collectives) if reports else None,
+        **code,
     )

@@ -22,6 +22,7 @@ from fp8compile.testing.graphs.compiler_log import (
     GraphBreak,
     listen,
     numbered,
+    without_resumed,
 )
 from fp8compile.testing.graphs.counts import PROPERTIES, Counts, counts_of
 from fp8compile.testing.graphs.report import (
@@ -34,7 +35,7 @@ from fp8compile.testing.graphs.report import (
     recompile_lines,
 )
 
-__all__ = ["guarded", "recorded_graph_report", "without_compilers_log"]
+__all__ = ["CODE", "guarded", "recorded_graph_report", "without_compilers_log"]
 
 # PyTorch's own handler writes "W1125 03:04:51.469000 26732 torch/_dynamo/...] ..." before each line
 LOGGED = re.compile(r"[VDIWEC]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (\S*/)?torch/")
@@ -42,6 +43,7 @@ LOGGED = re.compile(r"[VDIWEC]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (\S*/)?torch/")
 RECORDS = re.compile(r"^(?=(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +\S+:\S+\.py:\d+ )", re.MULTILINE)
 OF_TORCH = re.compile(r"[A-Z]+ +torch\.")
 REPORTS = pytest.StashKey[list[GraphReport]]()
+CODE = pytest.StashKey[dict[str, int]]()  # on a test: counts of the code that its fixture gpu_kernels generated
 ASSERTIONS = Path(__file__).with_name("assertions.py")
 OURS = pytest.StashKey[bool]()  # on a test: what failed is said by us, with all that PyTorch logs of it
 
@@ -68,13 +70,13 @@ def _limits(item: pytest.Item) -> _Limits | None:
     given = {**dict(zip(_Limits.__dataclass_fields__, marker.args, strict=False)), **marker.kwargs}
     names = ", ".join(_Limits.__dataclass_fields__)
     if unknown := [*map(repr, marker.args[len(_Limits.__dataclass_fields__) :]), *(given.keys() - names.split(", "))]:
-        _refuse_marker(f"is given {', '.join(unknown)}; it takes {names}.")
+        _refuse_marker(f"got {', '.join(unknown)}; it accepts {names}.")
     for name in (name for name in given if name.startswith("max_")):
         if type(given[name]) is not int or given[name] < 0:
-            _refuse_marker(f"{name} is {given[name]!r}; it is how many are allowed, an int from 0.")
+            _refuse_marker(f"`{name}` is {given[name]!r}; it must be the allowed number, an int of at least 0.")
     own = given.get("own")
     if not isinstance(own, str | None):
-        _refuse_marker(f"own is {own!r}; it is the name of one package, such as 'mypkg'.")
+        _refuse_marker(f"`own` is {own!r}; it must be the name of one package, such as 'mypkg'.")
     if own is not None:
         _folders(own)
     return _Limits(**given)
@@ -88,9 +90,9 @@ def _folders(package: str) -> tuple[str, ...]:
     try:
         spec = importlib.util.find_spec(package)
     except Exception as error:  # find_spec imports the parent packages, which may raise anything
-        _refuse_marker(f"own={package!r} is no package that can be imported ({type(error).__name__}: {error}).")
+        _refuse_marker(f"own={package!r} can't be imported ({type(error).__name__}: {error}).")
     if spec is None:
-        _refuse_marker(f"own={package!r} is no package that can be imported.")
+        _refuse_marker(f"own={package!r} can't be imported.")
     folders = spec.submodule_search_locations
     return (str(spec.origin),) if folders is None else tuple(f"{folder}{os.sep}" for folder in folders)
 
@@ -122,11 +124,13 @@ def _graph_lines(log: CompilerLog) -> Iterator[str]:
 def _check_limits(log: CompilerLog, limits: _Limits, counts: Counts, bypasses: Sequence[CacheBypass]) -> None:
     inside = f" in {limits.own}" if limits.own else ""
     lines = _over(_owned(log.breaks, limits.own), "graph breaks", limits.max_breaks, break_lines, inside=inside)
-    lines += _over(log.recompiles, "recompiles", limits.max_recompiles, recompile_lines)
+    broken = bool(lines)
+    recompiles = without_resumed(log.recompiles) if broken else log.recompiles
+    lines += _over(recompiles, "recompiles", limits.max_recompiles, recompile_lines)
     lines += _over(bypasses, "cache bypasses", limits.max_bypasses, bypass_lines)
-    if limits.max_graphs is not None and counts.graphs > limits.max_graphs:
+    if not broken and limits.max_graphs is not None and counts.graphs > limits.max_graphs:
         lines += [f"{numbered(counts.graphs, 'graphs')}, {limits.max_graphs} allowed:", *_graph_lines(log)]
-    if not log.graphs:
+    if not broken and not log.graphs:
         lines.append("nothing was compiled in a test that is marked fullgraph.")
     if lines:
         pytest.fail("\n".join(lines), pytrace=False)
@@ -148,7 +152,7 @@ def guarded(item: pytest.Item) -> Iterator[None]:
             yield
         finally:
             reports = item.stash.get(REPORTS, [])
-            counts = counts_of(log, reports)
+            counts = counts_of(log, reports, item.stash.get(CODE, {}))
             # a test that is run again starts from nothing
             item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in PROPERTIES]
             item.user_properties += [(f"graph_{name}", n) for name, n in asdict(counts).items() if n is not None]

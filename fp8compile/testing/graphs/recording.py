@@ -48,7 +48,7 @@ class Recording:
 
     def __init__(self, backend: str = "aot_eager") -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend is {backend!r}; it is one of {', '.join(BACKENDS)}.")
+            raise ValueError(f"`backend` is {backend!r}; it must be one of {', '.join(BACKENDS)}.")
         self.backend = backend
         self.graphs: list[KeptGraph] = []
 
@@ -117,7 +117,7 @@ def node_value(node: fx.Node) -> Any:
     """
     if "val" not in node.meta and node.op != "get_attr":
         raise ValueError(
-            f"node {node.name} has no meta['val'], so nothing tells its shape. Take the graphs that AOTAutograd hands "
+            f"node {node.name} has no meta['val'], so its shape is unknown. Pass the graphs that AOTAutograd passes "
             "to a backend, not Dynamo's."
         )
     return node.meta.get("val")

@@ -80,16 +80,16 @@ class CallReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A message between ranks in a graph. A message of several dtypes has an entry for each.
+    """A collective in a graph. A collective with several dtypes has one entry per dtype.
 
     Attributes:
         op: Name of the operator.
-        dtype: Dtype of the tensors that are sent, such as "uint8".
-        bytes: Bytes of the operator's inputs or of its results on one rank, whichever are more: the results of an
-            all-gather, the inputs of a reduce-scatter. The network's algorithm is not considered. A data-dependent
-            size, such as the number of rows that other ranks send, counts as 0.
-        backward: Whether the message is in the backward graph.
-        file: File of the user's code that sends; empty if unknown.
+        dtype: Dtype of the communicated tensors, such as "uint8".
+        bytes: Bytes of the operator's inputs or of its results on one rank, whichever is larger: the results of an
+            all-gather, the inputs of a reduce-scatter. The algorithm of the network is not considered. A
+            data-dependent size, such as the number of rows that other ranks send, counts as 0.
+        backward: Whether the collective is in the backward graph.
+        file: File of the user's code that issues it; empty if unknown.
         line: Line in that file; 0 if unknown.
     """
 
@@ -111,8 +111,8 @@ class GraphInfo:
         line: First line of the function.
         forward: Operators of the forward in order, such as "aten.mm.default".
         backward: Operators of the backward in order; None if there is no backward.
-        collectives: Messages between ranks.
-        saved_bytes: Bytes that the forward keeps for the backward, without inputs and parameters.
+        collectives: The collectives in the graph.
+        saved_bytes: Bytes that the forward saves for the backward, excluding inputs and parameters.
     """
 
     function: str
@@ -167,7 +167,7 @@ class GraphReport:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The messages between ranks in all graphs."""
+        """The collectives in all graphs."""
         return tuple(c for graph in self.graphs for c in graph.collectives)
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class GraphReport:
 
 def _call_lines(report: GraphReport) -> Iterator[str]:
     if not report.graphs:
-        yield "nothing was compiled: Dynamo skips this function, or no tensor operation is in it"
+        yield "nothing was compiled: Dynamo skips this function, or it contains no tensor operation"
     for number, call in enumerate(report.calls):
         yield f"call {number} ({call.name}): {numbered(call.graphs, 'new graphs')}"
 
@@ -249,20 +249,20 @@ def bypass_lines(found: CacheBypass) -> Iterator[str]:
     """Lines that describe why an on-disk cache can't store a graph: the cache, the reason, the location."""
     yield f"the {found.cache} cache is bypassed at {place_text(found.file, found.line)}: {found.reason}"
     if "autograd_function_apply" in found.reason:
-        yield "  usually mended by a torch.library custom op with register_autograd in place of the autograd.Function"
+        yield "  usual fix: a torch.library custom op with register_autograd instead of the autograd.Function"
 
 
 def _mends_guard(guard: str) -> str:
     if "size mismatch" in guard or "stride mismatch" in guard or ".size()" in guard:
-        return "usually mended by torch._dynamo.mark_dynamic(tensor, dim), or by padding to one shape"
+        return "usual fix: torch._dynamo.mark_dynamic(tensor, dim), or padding to one shape"
     if "training" in guard:
-        return "train and eval are two graphs; compile both before what must not wait"
+        return "train and eval require two graphs; compile both during warm-up"
     if "grad_mode" in guard.lower() or "requires_grad" in guard:
-        return "with and without gradients are two graphs; compile both before what must not wait"
+        return "calls with and without gradients require two graphs; compile both during warm-up"
     if "___check_obj_id" in guard or "___check_type_id" in guard:
-        return "usually mended by keeping one object, or one that compares by value (a frozen dataclass)"
+        return "usual fix: keep one object, or use one that compares by value (a frozen dataclass)"
     if "==" in guard:
-        return "a Python number became a constant of the graph: make it a tensor, or keep it the same"
+        return "a Python number became a constant of the graph; make it a tensor, or keep it constant"
     return ""
 
 
@@ -385,20 +385,22 @@ def is_compiled(fn: Any) -> bool:
 def _checked_calls(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], calls: Sequence[Any]) -> list[Call]:
     if isinstance(calls, (Tensor, dict, Call)):
         raise TypeError(
-            f"graph_report: calls is a {type(calls).__name__}; it is a list of calls, each a tuple of arguments or a "
-            "Call: calls=[(x,), (y,)]."
+            f"graph_report: `calls` is a {type(calls).__name__}; it must be a list of calls, each a tuple of "
+            "arguments or a Call: calls=[(x,), (y,)]."
         )
     calls = list(calls)
     if any(isinstance(call, dict) for call in calls):
         raise TypeError(
-            "graph_report: a call is a dict. Write Call(kwargs={...}) for arguments by name, or ({...},) for one "
-            "argument that is a dict."
+            "graph_report: a call is a dict. Write Call(kwargs={...}) for keyword arguments, or ({...},) for "
+            "one argument that is a dict."
         )
     first = [Call(args, kwargs)] if args or kwargs or not calls else []
     rest = [call if isinstance(call, Call) else Call(call if isinstance(call, tuple) else (call,)) for call in calls]
     for call in rest:
         if call.train is not None and not isinstance(fn, nn.Module):
-            raise TypeError(f"graph_report: a call sets train={call.train}, and {fn!r} is no module.")
+            raise TypeError(
+                f"graph_report: a call sets train={call.train}, but {fn!r} is not a torch.nn.Module. Omit train."
+            )
     return [*first, *rest]
 
 
@@ -475,13 +477,13 @@ def graph_report(
 
     Raises:
         TypeError: ``fn`` can't be called, or is compiled already; ``calls`` is not a list of calls; or a call sets
-            ``train`` and ``fn`` is no module.
+            ``train`` and ``fn`` is not a module.
         ValueError: There is no such backend.
     """
     if not callable(fn):
-        raise TypeError(f"graph_report: fn is a {type(fn).__name__}; it is a module or function.")
+        raise TypeError(f"graph_report: `fn` is a {type(fn).__name__}; it must be a module or function.")
     if is_compiled(fn):
-        raise TypeError("graph_report: fn is compiled already; pass what torch.compile was given.")
+        raise TypeError("graph_report: `fn` is already compiled. Pass the module or function before torch.compile.")
     return examined(
         Recording(backend), fn, _checked_calls(fn, args, kwargs, calls), backward=backward, dynamic=dynamic
     )

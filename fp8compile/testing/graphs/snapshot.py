@@ -36,7 +36,7 @@ def snapshot(report: GraphReport) -> str:
         messages. Then the graph breaks, recompiles and cache bypasses.
 
     Raises:
-        TypeError: ``report`` is no `GraphReport`.
+        TypeError: ``report`` is not a `GraphReport`.
     """
     check_report(report, "snapshot")
     lines = [f"calls: {', '.join(f'{call.graphs} new' for call in report.calls)}"]

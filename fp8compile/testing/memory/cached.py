@@ -14,14 +14,14 @@ __all__ = ["CachedCodes", "cached_codes", "found_codes"]
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCodes:
-    """The codes of a weight that its layer keeps between optimizer steps, in memory that is freed with the weight.
+    """A quantized weight that its layer caches between optimizer steps.
 
     Attributes:
         parameter: Name of the weight in the model.
         shape: Its shape.
         dtype: Dtype to which the layer casts the weight before quantizing it.
-        sets: 1 if forward and backward multiply the same codes, else 2.
-        bytes: Bytes of all codes and scales.
+        sets: 1 if forward and backward use the same quantized weight, else 2.
+        bytes: Bytes of all quantized data and scales.
     """
 
     parameter: str

@@ -22,24 +22,24 @@ CODES = SavedAsCodes()
 
 @dataclass(frozen=True, kw_only=True)
 class KeptTensor:
-    """A tensor that the forward makes and saves for the backward.
+    """A tensor that the forward computes and saves for the backward.
 
     Attributes:
-        module: Name of the innermost module that makes the tensor; empty for the model itself, or if unknown.
-        made_by: Name of the operator that makes the tensor, before decomposition, such as "aten.mm".
+        module: Name of the innermost module that computes the tensor; empty for the model itself, or if unknown.
+        made_by: Name of the operator that computes the tensor, before decomposition, such as "aten.mm".
         read_in: Names of the modules whose backward reads the tensor, in the order of the backward.
         read_by: Names of the backward's operators that read the tensor, before decomposition.
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
         bytes: Bytes of the tensor's storage, which other tensors may share.
-        saved: The tensor as a filter of `fp8compile.SavedAsCodes` sees it; None if it can't be saved as codes.
-        block: Numbers of rows and columns that share a scale, if ``SavedAsCodes()`` makes the codes; None if the
-            tensor can't be saved as codes.
-        code_bytes: Bytes of these codes and their scales; None if the tensor can't be saved as codes.
-        moved: Lower bound of additional bytes that a step reads and writes if codes are saved instead of the tensor;
-            negative for fewer. The kernel that makes the values also writes the codes. Each generated kernel of the
-            backward reads codes instead of values. If a library call reads the tensor, an extra kernel before it
-            dequantizes. None if the tensor can't be saved as codes, or if the code is not for a GPU.
+        saved: The tensor as a filter of `fp8compile.SavedAsCodes` sees it; None if it can't be quantized.
+        block: Numbers of rows and columns that share a scale with ``SavedAsCodes()``; None if the tensor can't be
+            quantized.
+        code_bytes: Bytes of the quantized tensor and its scales; None if the tensor can't be quantized.
+        moved: Lower bound of the additional bytes that a step reads and writes if the tensor is saved quantized;
+            negative for fewer. This assumes that the kernel that computes the tensor also quantizes it, and that each
+            generated kernel of the backward reads the quantized tensor. If a library call reads the tensor, an extra
+            kernel dequantizes it first. None if the tensor can't be quantized, or if the code is not for a GPU.
     """
 
     module: str

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8compile._compat import fsdp_modules, local_itself
 from fp8compile.nn.check_model import check_model
-from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile.nn.parameter_uses.first_forward import suppress_warnings
 from fp8compile.saved_tensors import SavedAsCodes, partitioner
 from fp8compile.testing.explain.capture import record
 from fp8compile.testing.explain.equal_blocks import EqualBlocks, equal_blocks, longest_list, shortened
@@ -73,11 +74,14 @@ class _Call:
             graphs = gpu_graphs((lambda *args: fn(*args, **kwargs)) if kwargs else fn, self.args, self.gpu)
         if len(graphs) < 2:
             raise ValueError(
-                "memory_report: this call has no backward, so nothing is kept for it. A parameter or an argument has "
-                "to require a gradient, and the call must not run under torch.no_grad()."
+                "memory_report: this call has no backward, so nothing is saved for it. A parameter or an argument "
+                "must require a gradient, and the call must not run under torch.no_grad()."
             )
         if len(graphs) > 2:
-            raise NotImplementedError(f"memory_report: the call has {len(graphs) // 2} backwards, and one is known.")
+            raise NotImplementedError(
+                f"memory_report: the call was compiled to {len(graphs) // 2} graphs with a backward, but only one is "
+                "supported. Remove the graph breaks, or pass a smaller part of the model."
+            )
         forward, backward = graphs
         wrappers = [self._wrapper(graph) for graph in graphs]
         run = run_wrappers(graphs, wrappers, self._owners(forward), CPU if self.gpu is None else "cuda")
@@ -116,15 +120,17 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    parts = [part for tensor in dict.fromkeys(tensors) for part in _parts(tensor)]
+    parts = [part for tensor in dict.fromkeys(tensors) for part in _parts(tensor) if isinstance(part, Tensor)]
     return sum({id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def _trained(model: nn.Module) -> list[Tensor]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [local_itself(parameter) for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _on_meta(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):  # a DeviceMesh or process group of a subclass
+        return tensor
     if not is_traceable_wrapper_subclass(tensor):
         return torch.empty_like(tensor, device="meta")
     names, context = tensor.__tensor_flatten__()
@@ -210,15 +216,25 @@ def memory_of_call(
     if not isinstance(fn, nn.Module) and not callable(fn):
         check_model("memory_report", fn)
     if is_compiled(fn):
-        raise TypeError("memory_report: model is compiled already; pass what torch.compile was given.")
+        raise TypeError("memory_report: the model is already compiled. Pass the model before torch.compile.")
+    if isinstance(fn, nn.Module) and (sharded := fsdp_modules(fn)):
+        raise NotImplementedError(
+            f"memory_report: fully_shard was called for {', '.join(sharded)}, which communicates outside of graphs. "
+            "Call memory_report before fully_shard, which divides parameters, gradients and optimizer states by "
+            "the number of ranks."
+        )
     gpu = None if arch == CPU else _gpu(arch)
     if saved is not None and not isinstance(saved, SavedAsCodes):
-        raise TypeError(f"memory_report: saved is {saved!r}; it is a fp8compile.SavedAsCodes, or None.")
+        raise TypeError(f"memory_report: `saved` is {saved!r}; it must be a fp8compile.SavedAsCodes, or None.")
     call = _Call(fn=fn, args=args, kwargs=kwargs, gpu=gpu, saved=saved)
     model = call.model
     state = _optimizer_bytes(_trained(model), optimizer)
     try:
-        with kept_state(fn, (args, kwargs)), untold(), without_values(model, args, kwargs) as (given, named):
+        with (
+            kept_state(fn, (args, kwargs)),
+            suppress_warnings(),
+            without_values(model, args, kwargs) as (given, named),
+        ):
             found = _measured(replace(call, args=given, kwargs=named))
     finally:
         torch._dynamo.reset()
@@ -239,7 +255,9 @@ def _gpu(arch: str) -> Gpu:
         return gpu_called(arch)
     except ValueError as error:
         names = ", ".join((*GPUS, CPU))
-        raise ValueError(f"memory_report: arch is {arch!r}; it is one of {names}, or a name such as sm_90.") from error
+        raise ValueError(
+            f"memory_report: `arch` is {arch!r}; it must be one of {names}, or a name such as sm_90."
+        ) from error
 
 
 def memory_beside_unconverted(
@@ -263,31 +281,31 @@ def memory_report(
     optimizer: Optimizer = torch.optim.AdamW,
     saved: SavedAsCodes | None = None,
 ) -> MemoryReport:
-    """Predict what a training step of ``model(*args)`` holds in memory, and what its forward saves.
+    """Predict the memory of a training step of ``model(*args)``, and what its forward saves.
 
     The model is traced with ``fullgraph=True``, Inductor generates the code for a GPU, and the code's allocations are
     simulated without memory and without kernels. Nothing is computed, so the model may be on the meta device, and a
-    GPU is not needed. All earlier compiled graphs are dropped (``torch._dynamo.reset``). If a model has ten equal
-    blocks or more, such as a transformer's layers, code is generated for 2, 3 and 4 of them. The report for all blocks
-    follows from these, if graphs and code prove that the blocks are equal.
+    GPU is not needed. All earlier compiled graphs are dropped (``torch._dynamo.reset``). If a model has ten or more
+    identical blocks, such as a transformer's layers, code is generated for 2, 3 and 4 of them. The report for all
+    blocks is extrapolated from these, if graphs and code prove that the blocks are identical.
 
     Args:
         model: A module, not compiled, or a function that takes its parameters and buffers as arguments.
         args: Arguments of the call. Gradients of arguments that require grad are counted.
         arch: The GPU, a key of ``fp8compile.testing.gpu.gpus.GPUS``; "cpu" for the code of this machine's CPU, for
             which bytes moved are unknown.
-        optimizer: Makes the optimizer from a list of parameters, such as a class of ``torch.optim``. The
-            optimizer's state is counted in the dtype of the parameters. None for no optimizer.
-        saved: Which saved tensors are codes, as ``fp8compile.compile(model, saved=...)`` takes it.
+        optimizer: Creates the optimizer from a list of parameters, such as a class of ``torch.optim``. The optimizer's
+            state is counted in the dtype of the parameters. None for no optimizer.
+        saved: Which saved tensors are quantized, as for ``fp8compile.compile(model, saved=...)``.
 
     Returns:
         The report.
 
     Raises:
         ValueError: There is no such GPU, or the call has no backward.
-        TypeError: ``model`` can't be called, or is compiled; or ``saved`` is no `fp8compile.SavedAsCodes`.
-        NotImplementedError: Blocks of the model are compiled as regions (`fp8compile.compile`), or the call has more
-            than one backward.
+        TypeError: ``model`` can't be called, or is compiled; or ``saved`` is not an `fp8compile.SavedAsCodes`.
+        NotImplementedError: Blocks of the model are compiled as regions (`fp8compile.compile`), `fully_shard` was
+            called, or the call has more than one backward.
         ModuleNotFoundError: Triton is not installed, and ``arch`` is a GPU.
     """
     return memory_of_call(model, args, {}, arch=arch, optimizer=optimizer, saved=saved)

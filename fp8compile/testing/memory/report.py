@@ -25,45 +25,43 @@ __all__ = [
 
 KEPT_NUMBERS = (3, 4, 5)  # columns of numbers in the table of kept tensors
 CODES_NUMBERS = (2, 3)  # and in that of codes of weights
-CODES_TITLE = "codes of weights, from micro-batch to micro-batch"
+CODES_TITLE = "quantized weights, from micro-batch to micro-batch"
 CODES_TEXT = (
-    "The first forward makes them, optimizer.step makes them again in the same memory, and they are freed with the "
-    "weight."
+    "The first forward quantizes them, optimizer.step quantizes them again into the same memory, and they are "
+    "freed with the weight."
 )
 SMALLEST = 50_000  # bytes of a tensor that has a row of its own there
 MODEL = "(the model)"
 NAMES = {
     "parameters": "parameters, buffers",
-    "weight_codes": "codes of weights",
+    "weight_codes": "quantized weights",
     "inputs": "inputs",
-    "kept": "kept for the backward",
+    "kept": "saved for the backward",
     "results": "results, their gradients",
-    "gradients": "gradients made",
+    "gradients": "new gradients",
     "temporaries": "temporaries",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """What one training step holds in memory; ``str`` gives tables.
+    """Memory of one training step; ``str`` returns tables.
 
-    Sizes are those that the step asks for. An allocator rounds them up and has gaps between them, and libraries
-    allocate workspaces of their own, which are not counted.
+    Sizes are those that the step requests. Rounding and fragmentation by the allocator and workspaces of libraries are
+    not included.
 
     Attributes:
         device: Name of the GPU, or "CPU".
         parameters: Bytes of the parameters and buffers.
-        gradients: Bytes of the gradients of all parameters that need one, when the backward is over.
+        gradients: Bytes of all parameter gradients at the end of the backward.
         optimizer: Bytes of the optimizer's state.
-        kept: The tensors that the forward makes and saves for the backward. Parameters and inputs that it also saves
-            are not among them.
-        forward: The moment of the forward that holds the most bytes, without gradients and optimizer.
-        backward: The moment of the backward that holds the most bytes, with the gradients that this backward has made
-            until then, without the optimizer.
-        weight_codes: Codes of weights that live from micro-batch to micro-batch, by a recipe's ``cache_weights``. The
-            moments are those of a micro-batch for which these codes exist already.
-        counted: Equal blocks whose numbers follow from code for fewer blocks, such as "model.layers.{1..30}"; empty
-            if code was generated for the whole model.
+        kept: The tensors that the forward computes and saves for the backward, excluding parameters and inputs.
+        forward: The peak of the forward, without gradients and optimizer.
+        backward: The peak of the backward, with the gradients computed until then, without the optimizer.
+        weight_codes: Quantized weights cached between micro-batches, with ``cache_weights`` of a recipe. The peaks are
+            those of a micro-batch for which they are already cached.
+        counted: Identical blocks whose numbers are extrapolated from code for fewer blocks, such as
+            "model.layers.{1..30}"; empty if code was generated for the full model.
     """
 
     device: str
@@ -83,7 +81,7 @@ class MemoryReport:
 
     @property
     def weight_codes_bytes(self) -> int:
-        """Bytes of all codes of weights that live from micro-batch to micro-batch."""
+        """Bytes of all quantized weights cached between micro-batches."""
         return sum(each.bytes for each in self.weight_codes)
 
     @property
@@ -105,9 +103,12 @@ class MemoryReport:
         lines = [f"memory of a training step, {self.device}", ""]
         lines += table_lines(columns, rows, width=width, right=(1,))
         if self.counted:
-            lines += paragraph(f"{self.counted} are equal: generated 2, 3 and 4 at a time, then counted.", width=width)
+            lines += paragraph(
+                f"{self.counted} are equal: code was generated for 2, 3 and 4 of them, and the rest were counted.",
+                width=width,
+            )
         heads, *kept = kept_cells(self)
-        lines += ["", "kept for the backward", ""]
+        lines += ["", "saved for the backward", ""]
         lines += table_lines(list(map(str, heads)), kept, width=width, right=KEPT_NUMBERS)
         if self.weight_codes:
             heads, *codes = codes_cells(self)
@@ -128,8 +129,8 @@ def moment_cells(reports: dict[str, MemoryReport]) -> Iterator[tuple[str, ...]]:
     yield "their gradients", *(_mb(one.gradients) for one in each)
     yield "optimizer", *(_mb(one.optimizer) for one in each)
     if any(one.weight_codes for one in each):
-        yield "codes of weights", *(_mb(one.weight_codes_bytes) for one in each)
-    yield "kept for the backward", *(_mb(one.kept_bytes) for one in each)
+        yield "quantized weights", *(_mb(one.weight_codes_bytes) for one in each)
+    yield "saved for the backward", *(_mb(one.kept_bytes) for one in each)
     for name in ("forward", "backward"):
         moments: list[Moment] = [getattr(one, name) for one in each]
         yield f"largest moment, {name}", *(_mb(moment.bytes) for moment in moments)
@@ -159,7 +160,7 @@ def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
     Tensors of equal layers share a row, with the MB of one tensor. All tensors of less than 0.05 MB share the last
     row.
     """
-    yield "made in", "read by", "shape", "MB", "as codes", "moved"
+    yield "created in", "read by", "shape", "MB", "in FP8", "moved"
     large = sorted((each for each in report.kept if each.bytes >= SMALLEST), key=lambda each: -each.bytes)
     rows = folded((each.module or MODEL, _content(each)) for each in large)
     yield from ((name, *content) for name, content in rows)
@@ -170,7 +171,7 @@ def kept_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
 
 def codes_cells(report: MemoryReport) -> Iterator[tuple[Cell, ...]]:
     """Yield header and rows of the table of codes of weights; equal layers share a row."""
-    yield "weight", "shape", "sets of codes", "MB"
+    yield "weight", "shape", "versions", "MB"
     rows = (
         (each.parameter, (" x ".join(map(str, each.shape)), str(each.sets), _mb(each.bytes)))
         for each in report.weight_codes

@@ -16,15 +16,15 @@ __all__ = ["OWNERS", "Moment", "Timeline", "largest_of_blocks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Bytes that are held at one moment, by what they are.
+    """Allocated bytes at one moment, by category.
 
     Attributes:
         parameters: Parameters and buffers.
-        weight_codes: Codes of weights that live from micro-batch to micro-batch (``cache_weights``).
+        weight_codes: Quantized weights cached between micro-batches (``cache_weights``).
         inputs: Arguments of the call.
-        kept: Tensors that the forward saves for the backward; during the forward, those that it has made so far.
+        kept: Tensors that the forward saves for the backward; during the forward, those computed so far.
         results: What the forward returns; during the backward also the gradients of its results.
-        gradients: Gradients of parameters and inputs that the backward has made.
+        gradients: Gradients of parameters and inputs that the backward has computed.
         temporaries: All other tensors of the graph.
     """
 

@@ -33,20 +33,20 @@ def least_of(errors: Errors) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAdvice:
-    """Errors and costs of one layer in each recipe, and the recipe that the layer should take.
+    """Errors and costs of one layer in each recipe, and the recommended recipe.
 
     Attributes:
         name: Fully qualified name.
-        matrices: Shape (out_features, in_features) of each weight that a row is multiplied by.
+        matrices: Shape (out_features, in_features) of each weight that a row is multiplied with.
         rows: Number of rows that the layer multiplied in all calls together.
         sampled: Number of these rows that the errors were measured on.
-        groups: Number of experts that had rows, and number of all experts; None for a linear.
+        groups: Number of experts that received rows, and number of all experts; None for a linear layer.
         errors: For each recipe's name, the signal-to-noise ratios of output, grad_input and grad_weight in dB, against
             float64: the smallest over calls and matrices; None for a GEMM that the backward does not compute or whose
             exact value is 0. The entry ``"unconverted"`` has the error of the operands' own dtype.
-        costs: For each recipe's name, bytes and least time of GEMMs and casts in one step.
-        refused: For each recipe that the layer or the GPU can't run, the reason.
-        takes: Name of the recipe that the layer should take, or ``"unconverted"``.
+        costs: For each recipe's name, bytes and minimum time of GEMMs and casts in one step.
+        refused: For each recipe that the layer or the GPU doesn't support, the reason.
+        takes: Name of the recommended recipe, or ``"unconverted"``.
     """
 
     name: str
@@ -60,21 +60,21 @@ class LayerAdvice:
     takes: str = HIGH_PRECISION
 
     def allowed(self) -> list[str]:
-        """Names of the recipes that the layer may take: those not refused, and ``"unconverted"``."""
+        """Names of the recipes that the layer supports, and ``"unconverted"``."""
         return [name for name in self.errors if name not in self.refused]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Recipes for a model's layers, to pass to `fp8compile.convert` as ``recipe``; prints as a table.
+    """Recommended recipes for a model's layers. Pass it to `fp8compile.convert` as ``recipe``; prints as a table.
 
     Attributes:
         layers: The layers that were measured, in the order of the model.
         recipes: The recipes by name.
-        budget: What decided: ``{"sqnr": dB}`` or ``{"time": share}``.
-        gpu: Name of the GPU whose peaks give least times.
-        rows_factor: Number by which rows were multiplied for bytes and times.
-        left_out: The layers that stay in high precision whatever the budget, each with the reason.
+        budget: The criterion: ``{"sqnr": dB}`` or ``{"time": share}``.
+        gpu: Name of the GPU whose peak rates determine the minimum times.
+        rows_factor: Factor by which rows were multiplied for bytes and times.
+        left_out: The layers that stay in high precision regardless of the budget, each with the reason.
     """
 
     layers: tuple[LayerAdvice, ...]
@@ -97,17 +97,17 @@ class Advice:
         taken = next((layer.takes for layer in self.layers if layer.name == fqn), None)
         if taken is None and fqn not in self.left_out:
             raise ValueError(
-                f"advice: {fqn!r} is no layer of the model that was measured. Call advise with the model that is "
+                f"advice: {fqn!r} is not a layer of the model that was measured. Call advise with the model that is "
                 "converted."
             )
         return None if taken is None else self.recipes.get(taken)
 
     def total(self, name: str | None = None) -> Cost:
-        """The cost of all layers together, in the advised recipes or all in one recipe.
+        """The total cost of all layers, with the recommended recipes or with a single recipe.
 
         Args:
-            name: Name of a recipe, or ``"unconverted"``; layers that can't run the recipe stay unconverted. None for
-                the advised recipes.
+            name: Name of a recipe, or ``"unconverted"``; layers that don't support the recipe stay unconverted. None
+                for the recommended recipes.
         """
         total = Cost(0, 0)
         for layer in self.layers:
@@ -116,26 +116,26 @@ class Advice:
         return total
 
     def lines_of_data(self) -> list[str]:
-        """Sentences on how much data the errors were measured on."""
+        """Sentences that describe how much data the errors were measured on."""
         counts = sorted({layer.sampled for layer in self.layers})
         rows = sorted({layer.rows for layer in self.layers})
         shown, all_rows = (f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in (counts, rows))
-        lines = [f"Errors rest on one batch: {shown} rows a layer, of {all_rows}."]
+        lines = [f"Errors were measured on one batch: {shown} rows per layer, of {all_rows}."]
         experts = [layer for layer in self.layers if layer.groups is not None]
         idle = sum(layer.groups[1] - layer.groups[0] for layer in experts if layer.groups is not None)
         if idle:
-            lines.append(f"{idle} experts had no rows in it, so nothing is known of them.")
+            lines.append(f"{idle} experts had no rows in this batch, so their errors are unknown.")
         forward_only = sum(all(each is None for each in layer.errors[HIGH_PRECISION][1:]) for layer in self.layers)
         if forward_only:
-            lines.append(f"{forward_only} layers got no gradient, so only their outputs count.")
+            lines.append(f"{forward_only} layers had no gradient, so only their outputs count.")
         return lines
 
     def lines_of_result(self) -> list[str]:
-        """Sentences on the budget and on what the advice achieves."""
+        """Sentences that describe the budget and what the recommended recipes achieve."""
         plain, advised = self.total(HIGH_PRECISION), self.total()
         (kind, value), *_ = self.budget.items()
         wanted = (
-            f"the fastest recipe whose three products have {value:g} dB each"
+            f"the fastest recipe whose three GEMMs have {value:g} dB each"
             if kind == "sqnr"
             else f"the least noise within {value:g} of the time without FP8"
         )
@@ -146,11 +146,11 @@ class Advice:
         factor = "" if self.rows_factor == 1 else f", with {self.rows_factor:g} times these rows"
         lines = [
             f"Budget: {wanted}.",
-            f"Layers: {parts}. By the peaks of an {self.gpu}{factor}, products and casts take at least {ratio:.2f} of "
-            f"the time without FP8, and {moved:.2f} of the bytes: a bound, and no measurement.",
+            f"Layers: {parts}. According to the peak rates of an {self.gpu}{factor}, GEMMs and casts take at least "
+            f"{ratio:.2f} of the time without FP8, and {moved:.2f} of the bytes (a lower bound, not a measurement).",
         ]
         refused = {reason: name for layer in self.layers for name, reason in layer.refused.items()}
-        lines += [f"{name} is refused: {reason}" for reason, name in refused.items()]
+        lines += [f"{name} is not supported: {reason}" for reason, name in refused.items()]
         if self.left_out:
             reasons = Counter(self.left_out.values()).most_common()
             left = "; ".join(f"{count} ({reason})" for reason, count in reasons)
@@ -161,10 +161,10 @@ class Advice:
         """Headings and rows of the table; time and bytes are relative to the same layer without FP8.
 
         Args:
-            products: Whether each of the three GEMMs has a row; if not, a layer has one row, with the smallest ratio.
+            products: Whether to show one row per GEMM. If False, each layer has one row, with the smallest ratio.
         """
         names = list(self.recipes)
-        columns = ["layer", "out x in", *(["product"] if products else []), *names, "takes", "time", "bytes"]
+        columns = ["layer", "out x in", *(["GEMM"] if products else []), *names, "picks", "time", "bytes"]
         rows: list[tuple[str, tuple[str, ...]]] = []
         for layer in self.layers:
             sizes = ", ".join(f"{n} x {k}" for n, k in layer.matrices)
@@ -187,12 +187,14 @@ class Advice:
         """Format the advice as sentences and a table.
 
         Args:
-            products: Whether each GEMM has a row of its own, as in `table`.
+            products: Whether to show one row per GEMM, as in `table`.
             width: Width in characters; None for the terminal's.
         """
         width = terminal_width() if width is None else width
         columns, rows = self.table(products=products)
-        above = "Signal-to-noise ratio in dB against float64" + ("." if products else ", the least of three products.")
+        above = "Signal-to-noise ratio in dB against float64" + (
+            "." if products else ", the smallest of the three GEMMs."
+        )
         lines = [
             *(line for each in [*self.lines_of_data(), above] for line in paragraph(each, width=width)),
             *table_lines(columns, rows, width=width),

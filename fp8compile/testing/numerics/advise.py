@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from fp8compile import recipes as ready
-from fp8compile.nn.convertible_layers import is_converted, layers, matrices, weight_slots
+from fp8compile.nn.convert.why_not_converted import cannot_take, recipes_and_reasons
+from fp8compile.nn.convertible.convertible_layers import is_converted, layers, matrices, weight_slots
+from fp8compile.nn.convertible.filters import Filter
 from fp8compile.nn.experts.known_modules import is_experts
-from fp8compile.nn.filters import Filter
-from fp8compile.nn.functional import check_recipe
-from fp8compile.nn.why_not_converted import cannot_take, recipes_and_reasons
+from fp8compile.nn.layer.functional import check_recipe
 from fp8compile.quantizers import Recipe
 from fp8compile.testing.explain.roofline import PEAKS, Peaks
 from fp8compile.testing.gpu.gpus import GPUS, Gpu
@@ -30,7 +30,7 @@ __all__ = ["advise", "advise_call"]
 # Bell-shaped values in nvfp4 give products of 15 to 17 dB; a layer with less has a distribution that costs it bits.
 BUDGET = {"sqnr": 14.0}
 SAMPLE = 512
-GIVEN = "names such as 'nvfp4', recipes, or a mapping from names to recipes"
+GIVEN = "names such as 'nvfp4' or recipes, or a mapping from names to recipes"
 
 
 # ---------------------------------------------------------------------------------- arguments
@@ -49,7 +49,7 @@ def _by_name(recipes: Iterable[str | Recipe] | Mapping[str, Recipe] | None, gpu:
             if not recipe.history() and why_not_native(recipe, gpu, torch.bfloat16, grouped=False) is None
         }
     if isinstance(recipes, (str, Recipe)) or not isinstance(recipes, Iterable):
-        raise TypeError(f"advise: recipes is {recipes!r}; it is several: {GIVEN}.")
+        raise TypeError(f"advise: `recipes` is {recipes!r}; it must be a list or tuple of {GIVEN}.")
     if isinstance(recipes, Mapping):
         named = dict(recipes)
     else:
@@ -62,7 +62,10 @@ def _by_name(recipes: Iterable[str | Recipe] | Mapping[str, Recipe] | None, gpu:
     for name, recipe in named.items():
         check_recipe(f"advise: {name!r}", recipe)
     if not named or HIGH_PRECISION in named:
-        raise ValueError(f"advise: recipes are {list(named)}; give at least one, none called {HIGH_PRECISION!r}.")
+        raise ValueError(
+            f"advise: `recipes` is {list(named)}; it must contain at least one recipe, and no recipe may be named "
+            f"{HIGH_PRECISION!r}."
+        )
     return named
 
 
@@ -72,14 +75,14 @@ def _check_budget(budget: Mapping[str, float]) -> None:
     value = next(iter(budget.values())) if is_one else None
     if not is_one or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(
-            f"advise: budget is {budget!r}; it is {{'sqnr': dB}}, which every product of a layer has, or "
-            "{'time': share}, which all layers together may take of the least time without FP8."
+            f"advise: `budget` is {budget!r}; it must be {{'sqnr': dB}}, the minimum for every GEMM of a layer, or "
+            "{'time': share}, the allowed fraction of the minimum time without FP8 for all layers together."
         )
 
 
 def _peaks(gpu: str) -> tuple[Gpu, Peaks]:
     if gpu not in PEAKS:
-        raise ValueError(f"advise: gpu is {gpu!r}; it is one of {', '.join(PEAKS)}.")
+        raise ValueError(f"advise: `gpu` is {gpu!r}; it must be one of {', '.join(PEAKS)}.")
     return GPUS[gpu], PEAKS[gpu]
 
 
@@ -168,8 +171,8 @@ def _within(found: Sequence[LayerAdvice], share: float) -> list[LayerAdvice]:
     spent = sum(layer.costs[layer.takes].seconds for layer in taken)
     if spent > limit:
         raise ValueError(
-            f"advise: budget is {{'time': {share:g}}}, and the fastest recipes take {spent / limit * share:.3f} of "
-            "the least time without FP8. Allow that, or give recipes that are faster."
+            f"advise: `budget` is {{'time': {share:g}}}, but the fastest recipes take {spent / limit * share:.3f} "
+            "of the minimum time without FP8. Increase the budget, or pass faster recipes."
         )
     while True:
         gains: list[tuple[float, int, str, float]] = []
@@ -207,14 +210,17 @@ def advise_call(
     budget = BUDGET if budget is None else budget
     _check_budget(budget)
     if sample < 1 or rows_factor <= 0:
-        raise ValueError(f"advise: sample is {sample} and rows_factor {rows_factor}; both are positive.")
+        raise ValueError(
+            f"advise: `sample` is {sample} and `rows_factor` is {rows_factor}; `sample` must be an int of at least 1, "
+            "and `rows_factor` a number above 0."
+        )
     pretended, peaks = _peaks(gpu)
     candidates = _by_name(recipes, pretended)
     names = {layer: each[0] for layer, each in layers(model)}
     if converted := [name for layer, name in names.items() if is_converted(layer)]:
         raise ValueError(
-            f"advise: {converted[0]!r} is converted already; errors are measured against the model without FP8. Call "
-            "fp8compile.revert(model) first."
+            f"advise: {converted[0]!r} is already converted, but errors are measured against the model without FP8. "
+            "Call fp8compile.revert(model) first."
         )
     plan, _ = recipes_and_reasons(model, ready.rowwise(), filter, 0)
     left_out = {names[layer]: reason for layer, (_, reason) in plan.items() if reason}
@@ -229,7 +235,7 @@ def advise_call(
     ]
     if not found:
         reasons = "; ".join(sorted(set(left_out.values())))
-        raise ValueError(f"advise: no layer is left to measure: {reasons}.")
+        raise ValueError(f"advise: there is no layer to measure: {reasons}.")
     (kind, value), *_ = budget.items()
     taken = [_fastest(layer, value) for layer in found] if kind == "sqnr" else _within(found, value)
     return Advice(
@@ -250,38 +256,38 @@ def advise(
     rows_factor: float = 1,
     sample: int = SAMPLE,
 ) -> Advice:
-    """Advise on a recipe for each layer of a model, by the errors of its GEMMs on your data.
+    """Recommend a recipe for each layer of a model, based on the errors of its GEMMs on your data.
 
-    The model runs once, forward and backward, in high precision. The three GEMMs of each layer that `convert` would
-    convert, experts too, are then computed in each recipe and in float64 from a sample of the rows. Afterwards the
-    model's classes, gradients, buffers and modes, and random states, are as before.
+    The model runs once, forward and backward, in high precision. For each layer that `convert` would convert,
+    including experts, the three GEMMs are then computed in each recipe and in float64 on a sample of the rows. The
+    model's classes, gradients, buffers and modes, and random states, are restored afterwards.
 
     Args:
-        model: The model, neither sharded, nor converted, nor compiled.
-        batch: The model's arguments: a mapping is passed by names, a tuple or list by position, anything else as the
-            only argument.
-        recipes: The candidates: names, recipes, or a mapping from names to recipes. By default the ready recipes that
-            the GPU runs natively, without delayed scaling.
+        model: A model that is not sharded, converted or compiled.
+        batch: The model's arguments: a mapping is passed as keyword arguments, a tuple or list as positional
+            arguments, anything else as the only argument.
+        recipes: The candidates: names, recipes, or a mapping from names to recipes. By default, the built-in recipes
+            that the GPU supports natively, without delayed scaling.
         budget: ``{"sqnr": dB}`` gives each layer the fastest recipe whose GEMMs all have this signal-to-noise ratio.
-            ``{"time": share}`` gives the recipes with the least noise that together take at most this share of the
-            least time without FP8. By default 14 dB, slightly below what nvfp4 gives for bell-shaped values.
-        loss: A function of the model's output that returns the scalar for the backward. None takes the output itself,
+            ``{"time": share}`` minimizes the noise of recipes whose total time is at most this fraction of the minimum
+            time without FP8. The default is 14 dB, slightly below the result of nvfp4 for bell-shaped values.
+        loss: A function of the model's output that returns the scalar for the backward. None uses the output itself,
             its ``loss``, or its first entry.
-        filter: The layers to look at. Pass the same filter to `fp8compile.convert`.
-        gpu: The GPU whose peaks give least times, a key of ``fp8compile.testing.explain.PEAKS``. Recipes without
-            GEMMs on this GPU are shown, but never picked.
-        rows_factor: Number by which the rows of the batch are multiplied for bytes and times, if training batches are
+        filter: The layers to consider. Pass the same filter to `fp8compile.convert`.
+        gpu: The GPU whose peak rates determine the minimum times, a key of ``fp8compile.testing.explain.PEAKS``.
+            Recipes without GEMMs on this GPU are shown, but never recommended.
+        rows_factor: Factor by which the rows of the batch are multiplied for bytes and times, if training batches are
             larger than ``batch``. With few rows, casts of weights take more time than FP8 saves.
-        sample: Number of rows per layer that errors are measured on, in runs of consecutive rows.
+        sample: Number of rows per layer on which errors are measured, in runs of consecutive rows.
 
     Returns:
-        The advice, which `fp8compile.convert` takes as ``recipe`` and which prints as a table.
+        The advice. Pass it to `fp8compile.convert` as ``recipe``; it prints as a table.
 
     Raises:
         TypeError: The model is not a module, is compiled, or is sharded; there is no scalar loss; ``recipes`` is a
             single recipe or name.
-        ValueError: The model is converted, or no layer can be measured. There is no such recipe or GPU. The budget is
-            malformed, or less than the fastest recipes take.
+        ValueError: The model is already converted, or no layer can be measured. The recipe or GPU is unknown. The
+            budget is malformed, or even the fastest recipes exceed it.
     """
     args, kwargs = arguments_of(batch)
     return advise_call(

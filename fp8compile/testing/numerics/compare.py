@@ -71,10 +71,11 @@ def _kind(a: nn.Module, b: nn.Module) -> str:
 def compare(
     model: nn.Module, reference: nn.Module, batch: Any, *, loss: Loss | None = None, seed: int = 0
 ) -> Comparison:
-    """Run a model and a reference on a batch, and compare what each module gets, computes and returns.
+    """Run a model and a reference on a batch, and compare the inputs and outputs of each module.
 
-    Each module without children, and each layer that `convert` knows, is also run alone on the reference's input and
-    grad_output. So the table shows, for forward and backward, the accumulated difference and what each module adds.
+    Each module without children, and each layer that `convert` supports, is also run alone on the reference's input
+    and grad_output. The table therefore shows, for forward and backward, the accumulated difference and what each
+    module adds.
 
     The two models run in eager mode, from the same random state, and are restored afterwards. The activations of both
     models are kept in memory.
@@ -82,7 +83,7 @@ def compare(
     Args:
         model: The model to examine, such as a converted one.
         reference: The model to compare with, such as a copy that was not converted. Modules are paired by their names.
-        batch: Arguments of both models, as `advise` takes it.
+        batch: Arguments of both models, as for `advise`.
         loss: Function of the output that returns the scalar to differentiate, as in `advise`.
         seed: Seed of the random numbers, for dropout.
 
@@ -90,7 +91,7 @@ def compare(
         The comparison, which prints as a table.
 
     Raises:
-        TypeError: A model is not a module, is compiled, or returns no scalar loss.
+        TypeError: A model is not a module, is compiled, or does not return a scalar loss.
         ValueError: The two models have no module in common.
     """
     for each in (model, reference):
@@ -100,8 +101,8 @@ def compare(
     pairs, missing = _pairs(mine, other)
     if not pairs:
         raise ValueError(
-            "compare: no module of the model is called by the name of one of the reference's. Compare a model with a "
-            "copy of itself that differs in its layers only."
+            "compare: the two models have no module name in common. Compare a model with a copy that differs only in "
+            "its layers, such as compare(fp8compile.convert(copy.deepcopy(model)), model, batch)."
         )
     forward, backward = [], []
     for call, given in pairs:

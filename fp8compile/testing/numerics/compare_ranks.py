@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8compile.layout.quantized import Plain
-from fp8compile.nn.convertible_layers import is_converted
+from fp8compile.nn.convertible.convertible_layers import is_converted
 from fp8compile.ops.layer import output_and_gradients as layer_products
 from fp8compile.ops.layer.multiply_over_ranks import Product, multiply_parts
 from fp8compile.ops.layer.operands import GRAD_WEIGHT, Operands
@@ -107,7 +107,7 @@ class _Watch:
         assert self._reference is not None
         wholes = whole(a, gemm.a, operands).local, whole(b, gemm.b, operands).local
         if key not in self._reference:
-            self._found(key, gemm.a, "values", "one process computes no such product")
+            self._found(key, gemm.a, "values", "a single process computes no such GEMM")
             return
         for slot, mine, expected in zip((gemm.a, gemm.b), wholes, self._reference[key], strict=True):
             if mine.shape != expected.shape and mine.numel() == expected.numel():
@@ -137,7 +137,7 @@ def _built(build: Callable[[Any], Any], mesh: Any) -> Any:
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise TypeError(
             f"compare_ranks: build({'mesh' if mesh is not None else None}) returned a {type(built).__name__}; it "
-            "returns (model, args) or (model, args, kwargs)."
+            "must return (model, args) or (model, args, kwargs)."
         )
     check_eager("compare_ranks", built[0])
     return built
@@ -154,24 +154,24 @@ def _gathered_from(mesh: DeviceMesh, own: tuple[int, list[RankFinding]]) -> list
 
 
 def compare_ranks(build: Callable[[Any], Any], mesh: DeviceMesh, *, loss: Loss | None = None) -> RankComparison:
-    """Find the first GEMM and operand of an FP8 layer for which ranks differ from one process.
+    """Find the first GEMM and operand of an FP8 layer where ranks differ from a single process.
 
-    Every rank of the mesh calls this. Each rank first runs ``build(None)``, the model on one process, and
-    then ``build(mesh)``, the same model distributed over the ranks. At each GEMM of a layer, forward and backward,
-    ranks gather their parts, and compare:
+    All ranks of the mesh must call this. Each rank first runs ``build(None)``, the model in a single process, and then
+    ``build(mesh)``, the same model distributed over the ranks. At each GEMM of a layer, forward and backward, ranks
+    gather their shards and compare:
 
-    - the values of operands with the values on one process: weights bitwise, other operands up to roundings;
-    - scales and codes with a quantization of the gathered operand: bitwise;
-    - the result with a GEMM of the gathered operands: up to the roundings of sums.
+    - the values of operands with those in a single process: weights bitwise, other operands up to rounding;
+    - scales and quantized values with a quantization of the gathered operand: bitwise;
+    - the result with a GEMM of the gathered operands: up to the rounding of sums.
 
-    So a scale from one rank's part only, a missing reduction or a wrong weight is reported with its layer, GEMM and
-    operand, and rounding differences are not. With data parallelism, a rank's part of the batch is not compared with
-    the whole batch, and neither are rows that travel to experts. Operands that are passed in already quantized, and
-    the state that delayed scaling writes for later steps, are not compared.
+    A scale computed from only one rank's shard, a missing reduction or a wrong weight is therefore reported with its
+    layer, GEMM and operand, but rounding differences are not. With data parallelism, a rank's part of the batch is not
+    compared with the full batch. Rows dispatched to experts, operands that are already quantized, and the state that
+    delayed scaling writes for later steps are not compared either.
 
     Args:
-        build: A function of the mesh, or of None for one process, that returns (model, args) or (model, args, kwargs)
-            with the same parameters and data on each call. The model is converted and not compiled.
+        build: A function of the mesh, or of None for a single process, that returns (model, args) or (model, args,
+            kwargs) with the same parameters and data on each call. The model is converted and not compiled.
         mesh: The mesh.
         loss: Function of the output that returns the scalar to differentiate, as in `advise`.
 
@@ -179,14 +179,14 @@ def compare_ranks(build: Callable[[Any], Any], mesh: DeviceMesh, *, loss: Loss |
         The findings of all ranks, the same on each.
 
     Raises:
-        TypeError: ``build`` returns something else, or the model is compiled or returns no loss.
+        TypeError: ``build`` returns something else, or the model is compiled or does not return a loss.
         ValueError: The model on one process has no FP8 layer.
     """
     built = _built(build, None)
     alone = _Watch(built[0], None)
     _run(built, loss, alone)
     if not alone.values:
-        raise ValueError("compare_ranks: build(None) gives a model without FP8 layers. Convert it in build.")
+        raise ValueError("compare_ranks: build(None) returned a model without FP8 layers. Convert it in build.")
     built = _built(build, mesh)
     watch = _Watch(built[0], alone.values)
     _run(built, loss, watch)

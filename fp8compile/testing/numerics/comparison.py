@@ -21,9 +21,9 @@ class ComparisonRow:
         name: Fully qualified name; with a number from the module's second call on.
         kind: Class of the module; if the model and the reference have different classes, both.
         direction: ``"forward"`` or ``"backward"``.
-        arriving: The ratio of what the module gets: input or grad_output. None if it gets no floating tensor.
+        arriving: The ratio of what the module receives: input or grad_output. None without a floating-point tensor.
         leaving: The ratio of what the module returns: output or grad_input. None if there is none.
-        own: The ratio of the module's output or grad_input, if it is run on the reference's input and grad_output.
+        own: The ratio of the module's output or grad_input when it is run on the reference's input and grad_output.
         own_weight: The smallest ratio of the parameters' gradients from the same run; None in the forward.
     """
 
@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def worst(self) -> ComparisonRow | None:
-        """The module that adds the largest difference; None if no module adds a difference."""
+        """The module that adds the largest difference; None if none does."""
         differing = [row for row in self.rows if not row.is_equal]
         return min(differing, key=lambda row: row.least_own, default=None)
 
@@ -94,14 +94,14 @@ class Comparison:
             what = "input" if row.direction == "forward" else "grad_output"
             lines.append(
                 f"it arises before {row.name or 'the model'}, outside of modules: its {what} differs "
-                f"({shown_decibels(row.arriving)} dB), and each module before gave the reference's result"
+                f"({shown_decibels(row.arriving)} dB), but each module before it returned the reference's result"
             )
         elif self.first is None:
-            lines.append("every module gives the reference's result, to the bit")
+            lines.append("every module returns the reference's result, bit for bit")
         if self.first is not None:
             lines.append(f"first module that differs: {_said(self.first)}")
         if self.worst is not None and self.worst is not self.first:
-            lines.append(f"adds most itself: {_said(self.worst)}")
+            lines.append(f"largest own difference: {_said(self.worst)}")
         return lines
 
     def table(self) -> tuple[list[str], list[tuple[str, ...]]]:

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from fp8compile import recipes
 from fp8compile.nn import grouped_linear, linear
-from fp8compile.nn.convertible_layers import go_back, put_in_float8
-from fp8compile.nn.functional import in_dtype_of_autocast
+from fp8compile.nn.convertible.convertible_layers import go_back, put_in_float8
+from fp8compile.nn.layer.functional import in_dtype_of_autocast
 from fp8compile.testing.numerics.model_calls import Loss, loss_of, run_aside
 
 __all__ = ["LayerCall", "record_calls"]

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fp8compile._compat import is_dtensor
 from fp8compile.nn.check_model import check_model
-from fp8compile.nn.parameter_uses.first_forward import untold
+from fp8compile.nn.parameter_uses.first_forward import suppress_warnings
 from fp8compile.testing.graphs.kept_state import kept_state
 from fp8compile.testing.graphs.report import is_compiled
 
@@ -56,14 +56,18 @@ def loss_of(function: str, output: Any, loss: Loss | None) -> Tensor:
     else:
         found = getattr(output, "loss", output)
     if not _is_loss(found):
-        given = "loss returned" if loss is not None else "the model returned"
+        given, value = ("the model", output) if loss is None else ("loss", found)
+        of_shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise TypeError(
-            f"{function}: {given} a {type(found if loss is not None else output).__name__} and no scalar loss, from "
-            "which gradients come. Pass loss=, a function of what the model returns, such as "
-            "loss=lambda y: y.float().square().mean()."
+            f"{function}: {given} returned a {type(value).__name__}{of_shape} and not a scalar loss, which is "
+            "required for gradients. Pass loss=, a function of the model's output, such as loss=lambda y: "
+            "y.float().square().mean()."
         )
     if not found.requires_grad:
-        raise TypeError(f"{function}: the loss does not require grad, so no layer gets a gradient. Train something.")
+        raise TypeError(
+            f"{function}: the loss does not require grad, so no layer gets a gradient. At least one parameter must "
+            "require grad, and the loss must not be detached."
+        )
     return found
 
 
@@ -71,7 +75,10 @@ def mean_square(output: Any) -> Tensor:
     """Sum of the mean squares of all floating tensors in an output, a loss for models that return none."""
     leaves = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
     if not leaves:
-        raise TypeError("the model returns no floating tensor, so there is nothing to take a gradient of.")
+        raise TypeError(
+            "the model returns no floating point tensor, so no gradients can be computed. It must return a loss or "
+            "another floating point tensor."
+        )
     return torch.stack([each.float().square().mean() for each in leaves]).sum()
 
 
@@ -82,8 +89,8 @@ def check_eager(function: str, model: object) -> None:
     compiled = next((name or "the model" for name, each in model.named_modules() if is_compiled(each)), None)
     if compiled is not None:
         raise TypeError(
-            f"{function}: {compiled} is compiled, and its layers are not called one by one. Pass what torch.compile "
-            "was given."
+            f"{function}: {compiled} is compiled, so its layers are not called one by one. Pass the model before "
+            "torch.compile."
         )
 
 
@@ -95,8 +102,8 @@ def check_whole(function: str, layers: Iterable[tuple[str, nn.Module]]) -> None:
     for name, layer in layers:
         if any(is_dtensor(parameter) for parameter in layer.parameters()):
             raise TypeError(
-                f"{function}: parameters of {name!r} are DTensors; it takes a model that is whole on this process. "
-                "Call it before the model is sharded."
+                f"{function}: parameters of {name!r} are DTensors, but only unsharded models are supported. Call "
+                f"{function} before sharding."
             )
 
 
@@ -107,7 +114,12 @@ def run_aside(model: nn.Module, arguments: Any, seed: int | None = None) -> Iter
     Gradients of ``arguments`` are restored too. The backward runs in the calling thread, so that dispatch modes apply
     to it. ``seed`` seeds random numbers; None leaves their state.
     """
-    with kept_state(model, arguments), untold(), torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+    with (
+        kept_state(model, arguments),
+        suppress_warnings(),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         if seed is not None:
             torch.manual_seed(seed)
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fp8compile.nn.convertible_layers import is_layer
+from fp8compile.nn.convertible.convertible_layers import is_layer
 
 __all__ = ["ModuleCall", "cloned", "first_tensor", "recorded_calls", "take_gradients", "units", "with_history"]
 

@@ -14,7 +14,7 @@ import torch
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
 from fp8compile.ops.gemms.selection import ALIGNMENT
-from fp8compile.ops.recipe_support import recipe_support
+from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GEMMS, TENSORS, Gemm, Recipe
 from fp8compile.target import pretend_target
 from fp8compile.testing.explain.graphs import code_sizes, multiplied
@@ -30,11 +30,11 @@ TENSOR_OF = {slot: tensor for tensor, slots in TENSORS.items() for slot in slots
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and least time of a layer's GEMMs and casts in one training step.
+    """Bytes and minimum time of a layer's GEMMs and casts in one training step.
 
     Attributes:
         bytes: Bytes of memory that are read and written.
-        seconds: Lower bound of the time by the GPU's peaks, not a measurement.
+        seconds: Lower bound of the time, from the GPU's peak rates; not a measurement.
     """
 
     bytes: float

@@ -20,10 +20,10 @@ class RankFinding:
         op: ``"output"``, ``"grad_input"`` or ``"grad_weight"``.
         operand: The recipe's field for the operand, such as ``"input"`` or ``"weight_for_grad_input"``; ``"result"``
             for the GEMM's result.
-        what: ``"values"`` if the operand's values differ from one process's values; ``"scale"``, ``"outer scale"`` or
-            ``"codes"`` if ranks quantize the same values differently; ``"product"`` if the same codes give another
-            result.
-        detail: The difference in words, as the first of ``ranks`` found it.
+        what: ``"values"`` if the operand differs from the operand in a single process; ``"scale"``, ``"global scale"``
+            or ``"quantized data"`` if ranks quantize the same values differently; ``"product"`` if the same quantized
+            operands give a different result.
+        detail: A description of the difference, from the first of ``ranks``.
         ranks: The ranks that found the difference.
     """
 
@@ -64,10 +64,7 @@ class RankComparison:
         """The first difference in words, and all of them as a table."""
         width = terminal_width()
         if self.first is None:
-            return (
-                f"{self.ranks} ranks compute what one process computes: {self.products} products, each with its "
-                "operands"
-            )
+            return f"{self.ranks} ranks compute the same as one process: {self.products} GEMMs, each with its operands"
         lines = paragraph(f"{self.ranks} ranks first differ from one process at {self.first}", width=width)
         rows = [
             (f"{each.order}", each.layer, each.op, f"{each.what} of {each.operand}", ", ".join(map(str, each.ranks)))

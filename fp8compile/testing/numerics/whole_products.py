@@ -31,9 +31,9 @@ Multiply = Callable[..., Product]
 
 
 def _cut_by_fsdp(part: Plain, slot: str, operands: Operands) -> Plain:
-    if operands.rows is None or slot not in WEIGHT_SLOTS:
+    if operands.fsdp_shards is None or slot not in WEIGHT_SLOTS:
         return part
-    return part.with_cuts((*part.cuts, rows_cut(operands.rows)))
+    return part.with_cuts((*part.cuts, rows_cut(operands.fsdp_shards)))
 
 
 def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
@@ -55,11 +55,7 @@ def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
 
 def is_shared(a: Plain, b: Plain, operands: Operands) -> bool:
     """Whether a GEMM with the operands ``a`` and ``b`` is distributed over several ranks."""
-    return any((*a.cuts, *b.cuts)) or operands.rows is not None
-
-
-def _has_given_codes(gemm: Gemm, operands: Operands) -> bool:
-    return operands.weight is not None or (gemm is GRAD_WEIGHT and operands.input is not None)
+    return any((*a.cuts, *b.cuts)) or operands.fsdp_shards is not None
 
 
 def _as_one_process_has_it(part: Plain) -> Plain:
@@ -79,24 +75,24 @@ def _in_words(name: str, mine: Tensor, expected: Tensor) -> tuple[str, str] | No
 def _of_operand(mine: Quantized, expected: Quantized) -> tuple[str, str] | None:
     """Return which field of a quantized operand differs from ``expected``, and how; None if none does.
 
-    The field is "scale", "outer scale" or "codes". All ranks' shards of ``mine`` are gathered first.
+    The field is "scale", "global scale" or "quantized data". All ranks' shards of ``mine`` are gathered first.
     """
     mine = whole(mine)
     if mine.outer_scale is not None and expected.outer_scale is not None:
-        found = _in_words("outer scale", mine.outer_scale, expected.outer_scale)
+        found = _in_words("global scale", mine.outer_scale, expected.outer_scale)
         if found is not None:
             return found
     scales = [each.quantizer.scale_values(each.scale) for each in (mine, expected)]
     codes = [one_a_byte(each.codes, each.quantizer)[0] for each in (mine, expected)]
-    return _in_words("scale", *scales) or _in_words("codes", *codes)
+    return _in_words("scale", *scales) or _in_words("quantized data", *codes)
 
 
 def _gathered(product: Product, b: Plain, gemm: Gemm) -> tuple[Tensor, Tensor | None]:
     local, terms = product.local, None
     if gemm is not GRAD_WEIGHT:
         local = local.view(*product.shape[:-1], local.shape[-1])
-    for index in reversed(range(len(product.steps))):
-        out, left, right = product.steps[index].out, product.cuts[index], b.cuts[index]
+    for index in reversed(range(len(product.plans))):
+        out, left, right = product.plans[index].out, product.cuts[index], b.cuts[index]
         if out is None:
             continue
         cut: Any = right if out == "n" or left is None else left
@@ -119,7 +115,7 @@ def _of_product(product: Product, expected: Product, b: Plain, gemm: Gemm, bias:
     # Each term is rounded, each sum of two, and in one process the sum: half a unit in the last place each. A bias is
     # added to a rounded term, which is no larger than bias and sum together.
     terms = terms if bias is None else terms + 2 * bias.double().abs()
-    ranks = sum(each.out == "sum" for each in product.steps) * max(len(c.sizes) for c in (*product.cuts, *b.cuts) if c)
+    ranks = sum(each.out == "sum" for each in product.plans) * max(len(c.sizes) for c in (*product.cuts, *b.cuts) if c)
     allowed = (ranks + 2) * torch.finfo(dtype).eps * terms
     apart = (found - want.double()).abs()
     unlike = ~(apart <= allowed) & ~(found.isnan() & want.isnan())
@@ -127,7 +123,7 @@ def _of_product(product: Product, expected: Product, b: Plain, gemm: Gemm, bias:
         return None
     at = tuple(unlike.nonzero()[0].tolist())
     return (
-        f"{int(unlike.sum())} of {unlike.numel()} elements differ by more than roundings of sums, the first at "
+        f"{int(unlike.sum())} of {unlike.numel()} elements differ by more than rounding of sums, the first at "
         f"{list(at)}: {found[at].item():.6g} instead of {want[at].item():.6g}"
     )
 
@@ -149,7 +145,7 @@ def differences(
     Yields:
         The operand that differs, or ``"result"``; what differs in it, such as ``"scale"``; the difference in words.
     """
-    if _has_given_codes(gemm, operands):
+    if operands.weight is not None:
         return
     alone = Operands(operands.recipe, operands.phase, operands.multiplier)
     parts = {gemm.a: a, gemm.b: b}

@@ -162,24 +162,6 @@ def test_what_experts_do_not_go_with_is_one_line_and_leaves_nothing(text_file, t
     assert not (tmp_path / "run").exists()
 
 
-# -------------------------------------------------------------------- FSDP
-
-
-def sharded_losses(path):
-    flags = {"recipe": "tensorwise", "backend": "aot_eager", **EXPERTS}
-    return [losses_of_ranks({**flags, how: True}, path, steps=3) for how in ("fsdp", "graph_fsdp")]
-
-
-@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a group as a part of a tensor needs PyTorch 2.12")
-def test_experts_train_sharded_and_in_the_graph_alike(text_file):
-    results = shared_ranks().run(sharded_losses, text_file)
-    stock, in_the_graph = results[0]
-    assert results == [[stock, in_the_graph]] * 4
-    assert in_the_graph[:2] == stock[:2]
-    assert (stock[2], in_the_graph[2]) == ("codes", "codes, those that a pass needs")
-    assert stock[3] == in_the_graph[3] == {"train": 1, "eval": 1}
-
-
 # -------------------------------------------------------------------- experts on ranks
 
 

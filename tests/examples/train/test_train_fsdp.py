@@ -72,25 +72,9 @@ def test_losses_with_codes_are_those_without_on_every_rank(text_file, flags):
     on, off = results[0]
     assert results == [(on, off)] * 4
     assert on[:2] == off[:2]
-    assert (on[2], off[2]) == ("codes", "bfloat16: told so")
+    assert (on[2], off[2]) == ("quantized data", "bfloat16: told so")
     # two blocks share a graph; the whole model is none
     assert on[3] == ({"train": 1, "eval": 1} if "backend" in flags else {})
-
-
-def stock_and_in_the_graph(recipe, path):
-    flags = {"recipe": recipe, "backend": "aot_eager"}
-    return tuple(losses_of_ranks({**flags, how: True}, path, steps=4) for how in ("fsdp", "graph_fsdp"))
-
-
-@pytest.mark.parametrize("recipe", [pytest.param("rowwise", marks=pytest.mark.slow), "delayed"])
-def test_losses_in_the_graph_are_those_of_stock_fsdp2(text_file, recipe):
-    results = shared_ranks().run(stock_and_in_the_graph, recipe, text_file)
-    stock, in_the_graph = results[0]
-    assert results == [(stock, in_the_graph)] * 4
-    assert in_the_graph[:2] == stock[:2]
-    own = "codes, each pass its own; or, if FSDP2 keeps the weight, codes of both passes at once"
-    assert stock[2] == {"rowwise": own, "delayed": "codes"}[recipe]
-    assert in_the_graph[2:] == ("codes, those that a pass needs", {"train": 1, "eval": 1})
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
@@ -124,7 +108,7 @@ def test_the_command_prints_each_line_once_and_says_what_is_gathered(text_file, 
     # Beside one process: norms and embedding in bfloat16, 2**-9 of a value, and one scale a rank's part of the
     # batch, which moves codes, an eighth each: of 100 steps in docs/results/training-on-ranks.md 1% at most.
     assert [row[3] for row in losses(run)] == pytest.approx([row[3] for row in losses(one)], rel=0.01)
-    for label, cell in (("FSDP", "2 shards"), ("weights gathered as", "codes")):
+    for label, cell in (("FSDP", "2 shards"), ("weights gathered as", "quantized data")):
         assert any(label in line and cell in line for line in output.splitlines())
     assert "bfloat16: no FP8 layers" in output
     for done, whole in zip(rows_of(run, "done"), rows_of(one, "done"), strict=True):
@@ -236,4 +220,4 @@ def test_tensor_parallel_parameters_whose_blocks_would_be_cut_are_refused(text_f
     flags = {"recipe": "blockwise", "fsdp": True, "tp": 2, "quantized_parameters": True, "compile": False}
     said = set(shared_ranks().run(refusal, flags, text_file))
     assert len(said) == 1
-    assert said.pop().startswith("tensor parallel: a quantized weight is cut along dim 0")
+    assert said.pop().startswith("tensor parallel: a quantized weight is sharded along dim 0")

@@ -104,7 +104,7 @@ def test_only_the_first_three_layers_are_named():
 
     problem = problem_of(Model(), change=fall_back_everywhere)
     assert [part.partition(":")[0] for part in problem.split("; ")] == [
-        "blocks.0.up", "blocks.0.down", "blocks.1.up", "and 1 layers more",
+        "blocks.0.up", "blocks.0.down", "blocks.1.up", "and 1 more layers",
     ]  # fmt: skip
 
 

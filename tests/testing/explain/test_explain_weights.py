@@ -162,9 +162,9 @@ def test_a_frozen_weight_that_is_merged_is_called_out():
         lambda m, x: F.linear(x, m.a.weight + m.up @ m.down), prepare=lambda m: m.a.requires_grad_(requires_grad=False)
     )
     assert [str(gemm) for gemm in found.layers[0].gemms] == [
-        f"FELL BACK to bfloat16, the recipe says {ROWWISE}",
+        f"FELL BACK to bfloat16, the recipe specifies {ROWWISE}",
         "not in the graph: its input needs no gradient",
-        f"FELL BACK to bfloat16, the recipe says {ROWWISE}",
+        f"FELL BACK to bfloat16, the recipe specifies {ROWWISE}",
     ]
 
 
@@ -182,7 +182,7 @@ def test_what_takes_a_weight_and_cannot_be_looked_into_is_a_doubt(forward, op):
         found = explained(forward)
     assert found.verdict.startswith("NOT PROVEN: 1 converted layer without proof")
     (line,) = found.unproven
-    assert line.startswith(f"a: output: its weight meets data in {op} at ")
+    assert line.startswith(f"a: output: its weight is combined with data in {op} at ")
     assert "test_explain_weights.py:" in line
 
 
@@ -221,7 +221,7 @@ def test_a_layer_that_is_an_embedding_too():
             return self.head(self.middle(self.embedding(tokens)))
 
     found = explain(f8.convert(Tied(), RECIPE), (torch.arange(16),), gpu=None)
-    assert found.verdict.startswith("YES, as the recipes say: 6 of 6 GEMMs")
+    assert found.verdict.startswith("YES, as the recipes specify: 6 of 6 GEMMs")
 
 
 def test_a_layer_whose_input_is_a_parameter():
@@ -248,7 +248,7 @@ class Three(nn.Module):
 
 def test_layers_of_a_repeated_region_are_each_called():
     found = explain(f8.convert(Three(), RECIPE), (bf16(16, 32).requires_grad_(),), gpu=None)
-    assert found.verdict.startswith("YES, as the recipes say: 9 of 9 GEMMs")
+    assert found.verdict.startswith("YES, as the recipes specify: 9 of 9 GEMMs")
     assert [[len(gemm.ops) for gemm in layer.gemms] for layer in found.layers] == [[1, 1, 1]] * 3
 
 
@@ -281,7 +281,7 @@ def test_a_module_without_a_weight_is_not_taken_for_a_layer_of_its_name():
             return self.head(self.attention(x) @ x)
 
     found = explain(f8.convert(Whole(), RECIPE), (bf16(16, 32),), gpu=None)
-    assert found.verdict.startswith("YES, as the recipes say: 7 of 7 GEMMs")
+    assert found.verdict.startswith("YES, as the recipes specify: 7 of 7 GEMMs")
 
 
 def test_a_weight_that_is_computed_with_products_of_its_own():
@@ -301,7 +301,7 @@ def test_parameters_beside_a_layers_weight_are_not_the_layers():
             return super().forward(x) + x @ self.down @ self.up
 
     found = explain(nn.Sequential(Adapted()), (bf16(16, 32).requires_grad_(),), gpu=None)
-    assert found.verdict.startswith("YES, as the recipes say: 3 of 9 GEMMs")
+    assert found.verdict.startswith("YES, as the recipes specify: 3 of 9 GEMMs")
     assert [[gemm.runs for gemm in layer.gemms] for layer in found.layers] == [[ROWWISE] * 3, *[["bfloat16"] * 3] * 2]
 
 
@@ -310,27 +310,27 @@ def test_parameters_beside_a_layers_weight_are_not_the_layers():
 
 def test_what_runs_at_a_graph_break_is_a_doubt():
     found = explained(lambda m, x: aside(m, m.b(m.a(x))))
-    assert found.verdict.startswith("NOT PROVEN: what runs at 1 graph break isn't seen")
+    assert found.verdict.startswith("NOT PROVEN: 1 graph break: what runs outside of the graphs is unknown")
     assert not found.runs_in_fp8
 
 
 def test_layers_that_are_never_called_are_named():
     found = explained(lambda m, x: m.a(x))
-    assert found.verdict.endswith("2 of 2 linears are converted; never called: b")
+    assert found.verdict.endswith("2 of 2 layers are converted; never called: b")
 
 
 def test_without_a_gemm_in_fp8_the_answer_is_no():
     unused = explained(lambda m, x: x * m.scale.view(-1))
-    assert unused.verdict == "NO: no converted layer is called; 0 of 0 GEMMs of linears run in FP8"
+    assert unused.verdict == "NO: no converted layer is called; 0 of 0 GEMMs of linear layers run in FP8"
     nothing = explain(f8.convert(nn.Sequential(linear()), f8.Recipe()), (bf16(16, 32),), gpu=None)
-    assert nothing.verdict == "NO: no recipe asks for it; 0 of 2 GEMMs of linears run in FP8"
+    assert nothing.verdict == "NO: no recipe uses it; 0 of 2 GEMMs of linear layers run in FP8"
     assert not unused.runs_in_fp8
     assert not nothing.runs_in_fp8
 
 
 def test_the_backward_of_what_is_returned_in_an_object_is_explained():
     found = explained(lambda m, x: Loss(m.a(x)))
-    assert found.verdict.startswith("YES, as the recipes say: 2 of 2 GEMMs")
+    assert found.verdict.startswith("YES, as the recipes specify: 2 of 2 GEMMs")
     assert found.graphs.graphs[0].backward is not None
 
 
@@ -367,5 +367,5 @@ def test_a_compiled_model_is_refused_by_the_name_of_what_was_called():
     for compiled in (torch.compile(linear()), linear()):
         if isinstance(compiled, nn.Linear):
             compiled.compile()
-        with pytest.raises(TypeError, match=r"explain: model is compiled already; pass what"):
+        with pytest.raises(TypeError, match=r"explain: the model is already compiled. Pass the model before"):
             explain(compiled, (bf16(16, 32),))

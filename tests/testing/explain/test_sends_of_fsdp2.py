@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -15,13 +17,18 @@ from fp8compile.testing.explain.mesh import explain_mesh, pretended_mesh
 N, K = 64, 32
 
 
-def sharded(mesh, *, gathers_codes):
+def unchanged(model):
+    return model
+
+
+def sharded(mesh, *, gathers_codes, compiled=unchanged):
     model = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K)).bfloat16()
     f8.convert(model, f8.recipes.rowwise())
     if gathers_codes:
         f8.parallel.fsdp_float8_all_gather(model)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
+    for at in (0, 2):
+        model[at] = compiled(model[at])
+        fully_shard(model[at], mesh=mesh)
     return fully_shard(model, mesh=mesh), (torch.randn(16, K, dtype=torch.bfloat16),)
 
 
@@ -33,7 +40,7 @@ def sharded(mesh, *, gathers_codes):
             True,
             "uint8",
             N * K + 4 * N + 2 * N,  # weight, scales, bias
-            "parameters, FP8 ones as codes and scales",
+            "parameters, FP8 parameters with their scales",
             marks=pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups in a subclass need PyTorch 2.12"),
         ),
     ],
@@ -47,6 +54,31 @@ def test_parameters_are_gathered_twice_and_gradients_reduced_once(gathers_codes,
     gradients = ("gradients", "reduce_scatter", "bfloat16", 2 * N * K + 2 * N, True)
     assert sent == [(what, "all_gather", dtype, size, False), (what, "all_gather", dtype, size, True), gradients]
     assert "nothing" not in str(found)
+
+
+def compiled_in_place(block):
+    block.compile(fullgraph=True, backend="aot_eager")
+    return block
+
+
+def compiled_as_module(block):
+    return torch.compile(block, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups in a subclass need PyTorch 2.12")
+@pytest.mark.parametrize("compiled", [compiled_in_place, compiled_as_module])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_compiled_blocks_send_what_eager_ones_do(compiled, ranks):
+    found = []
+    for how in (unchanged, compiled):
+        with pretended_mesh({"fsdp": ranks}) as mesh:
+            model, args = sharded(mesh, gathers_codes=True, compiled=how)
+            rows = sends(model, *args).rows
+        found.append([replace(row, layer=row.layer.removesuffix("._orig_mod")) for row in rows])
+    assert found[0] == found[1]
+    assert {row.gemm for row in found[0]} == {"fsdp"}
+    gathers = [row.what for row in found[0] if row.op == "all_gather"]
+    assert set(gathers) == ({"parameters, FP8 parameters with their scales"} if ranks > 1 else {"scales"})
 
 
 def test_a_model_that_fsdp2_shards_is_no_model_for_a_mesh():

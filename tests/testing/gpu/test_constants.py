@@ -54,7 +54,7 @@ def test_its_code_and_its_memory_are_reported():
 
 def test_more_numbers_than_a_program_takes_are_refused_in_words():
     with pytest.raises(
-        Exception, match=r"a tensor of 128 numbers, .* can have 64 of them .* Make it a buffer"
+        Exception, match=r"a constant tensor of 128 elements, .* support at most 64 elements\. Make it a buffer"
     ) as caught:
         gpu_kernels(WithNumbers(128), *args())
     assert isinstance(caught.value, NotImplementedError)

@@ -23,7 +23,7 @@ FOUND = {
     "without_barrier": (RuntimeError, "3 addresses are written by one program and read by another"),
     "overlapping": (RuntimeError, "12 addresses are written by two programs"),
     "adds_without_atomic": (RuntimeError, "1 addresses are written by two programs"),
-    "tile_off_its_alignment": (ValueError, "begins at an address that is no multiple of 16 bytes"),
+    "tile_off_its_alignment": (ValueError, "must begin at an address that is a multiple of 16 bytes"),
     "tiles_beyond_memory": (IndexError, "program 1 would load 8 of 24 elements outside"),
 }
 

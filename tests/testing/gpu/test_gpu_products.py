@@ -68,7 +68,7 @@ def test_a_scaled_product_is_that_of_the_values(name, assert_bits_equal):
         ((A[:, :32], B[:32, :60], ONE, ONE), {}, "multiples of 16"),
         ((codes(M, K + 8)[:, :K], B, ONE, ONE), {}, "begin at multiples of 16 bytes"),
         ((codes(M, K, E5M2), B.t().float().to(E5M2).t(), ONE, ONE), {}, "e5m2 on one side at most"),
-        ((A.float(), B, ONE, ONE), {}, "float8 codes"),
+        ((A.float(), B, ONE, ONE), {}, "float8 operands"),
         ((A, B, ONE.double(), ONE), {}, "scales in float32 or E8M0"),
         pytest.param(
             (A, B, ROWS_A, ROWS_B.t()),
@@ -86,7 +86,7 @@ def test_a_scaled_product_is_that_of_the_values(name, assert_bits_equal):
         ((A, B, ROWS_A, ONE), {}, "two scalings that go together"),
         ((A, B, swizzled(MX_A), swizzled(MX_B)), {}, "on compute capability 10.0 to 12.1"),
         ((A, B, swizzled(MX_A)[:512], swizzled(MX_B)), {"arch": "b200"}, "1024 scales in tiles"),
-        ((A, B, ONE, ONE), {"out": torch.empty(M, N)}, "its result is"),
+        ((A, B, ONE, ONE), {"out": torch.empty(M, N)}, "`out` has shape"),
         ((A, B, ONE, ONE), {"bias": torch.zeros(N)}, "no bias"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -111,7 +111,7 @@ def test_an_int8_product_is_exact():
         (INTS[0][:16], INTS[1], "more than 16 rows"),
         (INTS[0][:, :12], INTS[1][:12], "multiples of 8"),
         (INTS[0], INTS[1][:, :7], "multiples of 8"),
-        (INTS[0].float(), INTS[1].float(), "int8 codes"),
+        (INTS[0].float(), INTS[1].float(), "int8 operands"),
     ],
 )
 def test_int8_operands_that_a_gpus_product_would_not_take_raise(a, b, complaint):
@@ -135,5 +135,9 @@ def test_products_are_kept_with_their_operands():
 
 
 def test_an_unknown_product_raises():
-    with pytest.raises(NotImplementedError, match=r"extern_kernels\.unknown_product; known are _scaled_mm"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"extern_kernels\.unknown_product, which is not supported; "
+        r"supported are _scaled_mm",
+    ):
         Products(GPUS["h200"]).unknown_product(1, 2)

@@ -13,14 +13,15 @@ import fp8compile as f8
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped import table
+from fp8compile.ops.gemms.grouped.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.gemms.grouped.nvfp4 import NVFP4 as GROUPED
 from fp8compile.ops.gemms.nvfp4 import NVFP4
 from fp8compile.ops.gemms.selection import select_gemm
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
-from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.layer import operands, output_and_gradients, quantize_groups
+from fp8compile.ops.layer.layer_args import LayerArgs
+from fp8compile.ops.layer.layer_sharding import UNSHARDED
 from fp8compile.ops.layer.operands import Phase
-from fp8compile.ops.layer.placements import WholeGroups
 from fp8compile.quantizers import GEMMS, GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
@@ -93,7 +94,8 @@ def _groups(gemm, features, ends):
     tensors = {"output": (x, weight), "grad_input": (grad, weight), "grad_weight": (grad, x)}
     a, b = (each.bfloat16() for each in tensors[gemm.name])
     bias = (None,) if gemm.name == "output" else ()
-    return Phase.EAGER, (a, b, *bias), offsets, WholeGroups(), RECIPE
+    dtype = (torch.bfloat16,) if gemm.name == "grad_weight" else ()
+    return Phase.EAGER, a, b, *bias, *dtype, LayerArgs.of(offsets, [], [], UNSHARDED, RECIPE)
 
 
 @pytest.mark.parametrize("ends", [(40, 40, 200), (0, 3, 3), (130, 258, 259)], ids=str)
@@ -133,7 +135,7 @@ def test_what_a_gpus_grouped_product_does_not_take():
         Quantized(codes=each, scale=scale, quantizer=line, outer_scale=ones)
         for each, scale in zip((codes, matrices), scales, strict=True)
     )
-    with pytest.raises(ValueError, match="not packed as a GPU reads them"):
+    with pytest.raises(ValueError, match="not packed as the GPU requires"):
         GROUPED.rows(a, b, offsets, torch.bfloat16, GemmConfig())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8compile.testing import run_gpu_program
+from fp8compile.testing import gpu_kernels, run_gpu_program
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
@@ -42,6 +42,21 @@ def test_kernels_of_ones_own_run_among_inductors(own, args, name, kernels, asser
         return
     expected = ((x * 2 + y) * y).relu() if name == "launched" else ((x + y) * 2 + y) + 1
     assert_bits_equal(run.outputs[0], expected, name)
+
+
+def test_a_pointer_may_be_none(own, args, assert_bits_equal):
+    run = run_gpu_program(own.without_bias, *args)
+    assert not run.differences, str(run.differences)
+    assert_bits_equal(run.outputs[0], args[0] + args[1], "output")
+
+
+@pytest.mark.parametrize("name", ["launched", "by_operators", "without_bias"])
+def test_gpu_kernels_has_kernels_of_ones_own(own, args, name):
+    (code,) = gpu_kernels(getattr(own, name), *args)
+    (ours,) = [each for each in code.kernels if not each.startswith("triton_")]
+    assert ours.rpartition("_")[0] == ("biased_kernel" if name == "without_bias" else "add_kernel")
+    assert ours in {launch.name for launch in code.launches if launch.kind == "triton"}
+    assert ours in {each.name for each in code.resources()}
 
 
 def test_autotuned_kernels_with_heuristics_run_in_every_configuration_and_in_the_backward(
@@ -80,7 +95,5 @@ def test_programs_that_need_an_order_are_a_race(own, args):
 
 
 def test_an_operator_that_only_a_cpu_has_is_refused(own, args):
-    with pytest.raises(
-        NotImplementedError, match=r"fp8compile_tests\.of_a_cpu\.default; what a GPU would run is not known"
-    ):
+    with pytest.raises(NotImplementedError, match=r"fp8compile_tests\.of_a_cpu\.default, whose GPU kernel is unknown"):
         run_gpu_program(own.by_a_cpu, *args)

@@ -165,7 +165,7 @@ def test_a_product_that_triton_does_not_compile_is_refused_by_name(dots):
 
     line = Path(dots.__file__).read_text().partition("tl.dot_scaled(a, a_scale, A")[0].count("\n") + 1
     with pytest.raises(
-        RuntimeError, match=rf"scaled_product: at scaled_dots.py:{line}: Triton refuses it: scales in e4m3 with"
+        RuntimeError, match=rf"scaled_product: at scaled_dots.py:{line}: Triton raises an error: scales in e4m3 with"
     ):
         run_gpu_program(product, mixed, b, *scales, arch="b200")
     assert not run_gpu_program(product, a, b, *scales, arch="b200").differences
@@ -179,5 +179,7 @@ def test_a_product_that_triton_does_not_compile_is_refused_by_name(dots):
 
 
 def test_without_a_gpu_it_is_not_known(launched):
-    with pytest.raises(NotImplementedError, match=r"tl\.dot_scaled is of a GPU, and none is given here"):
+    with pytest.raises(
+        NotImplementedError, match=r"tl\.dot_scaled requires the compute capability of a GPU, but none was passed"
+    ):
         of_scales(launched, None, 127, 127)

@@ -66,11 +66,13 @@ def test_forward_and_backward_of_a_feed_forward_are_the_graphs_to_the_bit(arch):
 OWNED = ("rtx4090", "h100", "rtx5090")
 REFUSED = {  # by the gates of its products, in words that name the GPUs which have them
     ("rtx4090", "blockwise"): "needs compute capability 9.0",
+    ("rtx4090", "blockwise_bf16_wgrad"): "needs compute capability 9.0",
     ("rtx4090", "mxfp8"): "is MX, which needs compute capability 10.0",
     ("rtx4090", "nvfp4"): "is NVFP4, which needs compute capability 10.0",
     ("h100", "mxfp8"): "is MX, which needs compute capability 10.0",
     ("h100", "nvfp4"): "is NVFP4, which needs compute capability 10.0",
-    ("rtx5090", "blockwise"): "needs scales that are powers of two",
+    ("rtx5090", "blockwise"): "needs power-of-two scales",
+    ("rtx5090", "blockwise_bf16_wgrad"): "needs power-of-two scales",
 }
 # four bits take many times longer than eight; test_nvfp4_on_a_gpu.py has a B200's
 CELLS = [

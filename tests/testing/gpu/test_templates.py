@@ -192,11 +192,13 @@ def test_a_template_that_triton_refuses_is_named_with_its_line():
         return x.view(torch.bfloat16) @ y
 
     x, y = normal(32, 32, dtype=torch.bfloat16).view(torch.int16), normal(32, 32, dtype=torch.bfloat16, seed=1)
-    with pytest.raises(RuntimeError, match=r"triton_tem__0: at .*\.py:\d+: Triton refuses it: Unsupported lhs dtype"):
+    with pytest.raises(
+        RuntimeError, match=r"triton_tem__0: at .*\.py:\d+: Triton raises an error: Unsupported lhs dtype"
+    ):
         run_gpu_program(viewed, x, y, templates=(0,))
     assert not run_gpu_program(viewed, x, y).differences
 
 
 def test_templates_are_numbers_or_all():
-    with pytest.raises(ValueError, match="templates is 'best'; it is 'all' or numbers"):
+    with pytest.raises(ValueError, match="`templates` is 'best'; it must be 'all' or a sequence of template indices"):
         run_gpu_program(torch.mm, normal(32, 32), normal(32, 32), templates="best")

@@ -10,6 +10,7 @@ from torch.distributed import _functional_collectives as funcol
 
 import fp8compile as f8
 from fp8compile import _compat
+from fp8compile.tensor import allow_groups
 
 HAS_GROUPS = _compat.TORCH_VERSION >= (2, 12)
 needs_groups = pytest.mark.skipif(
@@ -168,13 +169,13 @@ def fake_group(rank=0, size=2):
     [
         (
             {"group": "tp"},
-            "quantize: group is tp, shard_dim None; give both for a shard of a tensor that is spread over ranks, "
-            "none for a whole tensor.",
+            "quantize: `group` is tp and `shard_dim` is None; pass both for a shard of a distributed tensor, or "
+            "neither for a full tensor.",
         ),
         (
             {"shard_dim": 0},
-            "quantize: group is None, shard_dim 0; give both for a shard of a tensor that is spread over ranks, "
-            "none for a whole tensor.",
+            "quantize: `group` is None and `shard_dim` is 0; pass both for a shard of a distributed tensor, or "
+            "neither for a full tensor.",
         ),
     ],
     ids=["group alone", "shard_dim alone"],
@@ -189,7 +190,7 @@ def test_group_and_shard_dim_go_together(arguments, text, backend):
             function(torch.ones(4, 4))
         assert str(caught.value) == text
     else:
-        with pytest.raises(Exception, match="give both for a shard"):
+        with pytest.raises(Exception, match="pass both for a shard"):
             torch.compile(function, fullgraph=True, backend=backend)(torch.ones(4, 4))
 
 
@@ -202,20 +203,20 @@ def test_group_and_shard_dim_go_together(arguments, text, backend):
             (16, 16),
             0,
             0,
-            "quantize: a shard of 24 elements along dim 0 on rank 0 of 2 cuts blocks of 16. On all ranks, say how "
-            "much each of them has: sizes=(...); or shard in multiples of 16 (the last rank may have less).",
+            "quantize: a shard of 24 elements along dim 0 on rank 0 of 2 splits blocks of 16. On all ranks, pass "
+            "the size of each shard, sizes=(...); or shard in multiples of 16 (the last rank may have less).",
         ),
         (
             (4, 40),
             (1, 16),
             -1,
             0,
-            "quantize: a shard of 40 elements along dim 1 on rank 0 of 2 cuts blocks of 16. On all ranks, say how "
-            "much each of them has: sizes=(...); or shard in multiples of 16 (the last rank may have less).",
+            "quantize: a shard of 40 elements along dim 1 on rank 0 of 2 splits blocks of 16. On all ranks, pass "
+            "the size of each shard, sizes=(...); or shard in multiples of 16 (the last rank may have less).",
         ),
-        ((4, 40), (1, 16), 2, 0, "quantize: shard_dim is 2, x has 2 dims."),
-        ((4, 40), (1, 16), -3, 0, "quantize: shard_dim is -3, x has 2 dims."),
-        ((), (1, 16), 0, 0, "quantize: shard_dim is 0, x has 0 dims."),
+        ((4, 40), (1, 16), 2, 0, "quantize: `shard_dim` is 2, but x has 2 dims."),
+        ((4, 40), (1, 16), -3, 0, "quantize: `shard_dim` is -3, but x has 2 dims."),
+        ((), (1, 16), 0, 0, "quantize: `shard_dim` is 0, but x has 0 dims."),
     ],
     ids=["rows", "columns", "dim too large", "dim too small", "no dims"],
 )
@@ -226,13 +227,13 @@ def test_shard_that_cuts_a_block_or_has_no_such_dim_raises(shape, block, shard_d
 
 
 NO_GROUPS = (
-    "a process group on a QuantizedTensor needs PyTorch 2.12 or later, this is {}. Upgrade PyTorch, or quantize"
+    "a process group on a QuantizedTensor requires PyTorch 2.12 or later, this is {}. Upgrade PyTorch, or quantize"
 )
 
 
 @pytest.mark.skipif(HAS_GROUPS, reason=f"PyTorch {torch.__version__} takes a group; the text is for 2.11")
 def test_group_raises_on_a_pytorch_that_can_not_hold_one():
-    with pytest.raises(RuntimeError, match=r"needs PyTorch 2\.12 or later") as caught:
+    with pytest.raises(RuntimeError, match=r"requires PyTorch 2\.12 or later") as caught:
         f8.quantize(torch.ones(4, 4), ROWWISE, group=fake_group(), shard_dim=0)
     assert str(caught.value).startswith(NO_GROUPS.format(torch.__version__))
 
@@ -241,5 +242,5 @@ def test_the_version_decides_whether_a_group_is_taken(monkeypatch):
     monkeypatch.setattr(_compat.versions, "TORCH_VERSION", (2, 11))
     monkeypatch.setattr(_compat.versions, "GROUPS_ALLOWED", [])
     with pytest.raises(RuntimeError, match="or quantize without group=") as caught:
-        _compat.allow_group_in_subclass()
+        allow_groups()
     assert str(caught.value).startswith(NO_GROUPS.format(torch.__version__))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile._compat import TORCH_VERSION
-from fp8compile.testing import graph_report
+from fp8compile.testing import gpu_kernels, graph_report
 from fp8compile.testing.graphs.plugin import guarded  # noqa: F401  as the runs below do
 
 ROOT = Path(__file__).parents[3]
@@ -52,6 +54,20 @@ def test_reported(graph_report):
     weight = torch.ones(4, requires_grad=True)
     report = graph_report(lambda x: {body}, weight)
     assert len(report.graphs) == 1
+"""
+
+
+needs_triton = pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="Inductor generates a GPU's kernels in Triton"
+)
+NUMBERS_OF_CODE = ("launches", "gemms", "gpu_bytes")
+KERNELS = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+def test_code(gpu_kernels):
+    with FakeTensorMode():
+        assert len(gpu_kernels(lambda x: {body}, torch.ones(64, 64))) == 1
 """
 
 
@@ -144,16 +160,16 @@ def test_a_test_that_compiles_nothing_is_no_proof(run):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("most=1", "is given most; it takes max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
-        ("max_break=0", "is given max_break; it takes max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
-        ("0, 0, None, 1, 1, 3", "is given 3; it takes max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
-        ("max_breaks='1'", "max_breaks is '1'; it is how many are allowed, an int from 0."),
-        ("max_recompiles=-1", "max_recompiles is -1; it is how many are allowed, an int from 0."),
-        ("max_graphs=True", "max_graphs is True; it is how many are allowed, an int from 0."),
-        ("max_bypasses=-1", "max_bypasses is -1; it is how many are allowed, an int from 0."),
-        ("own=['mine']", "own is ?'mine'?; it is the name of one package, such as 'mypkg'."),
-        ("own='nowhere'", "own='nowhere' is no package that can be imported."),
-        ("own='nope.x'", "own='nope.x' is no package that can be imported (ModuleNotFoundError: *)."),
+        ("most=1", "got most; it accepts max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
+        ("max_break=0", "got max_break; it accepts max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
+        ("0, 0, None, 1, 1, 3", "got 3; it accepts max_breaks, max_recompiles, own, max_bypasses, max_graphs."),
+        ("max_breaks='1'", "`max_breaks` is '1'; it must be the allowed number, an int of at least 0."),
+        ("max_recompiles=-1", "`max_recompiles` is -1; it must be the allowed number, an int of at least 0."),
+        ("max_graphs=True", "`max_graphs` is True; it must be the allowed number, an int of at least 0."),
+        ("max_bypasses=-1", "`max_bypasses` is -1; it must be the allowed number, an int of at least 0."),
+        ("own=['mine']", "`own` is ?'mine'?; it must be the name of one package, such as 'mypkg'."),
+        ("own='nowhere'", "own='nowhere' can't be imported."),
+        ("own='nope.x'", "own='nope.x' can't be imported (ModuleNotFoundError: *)."),
     ],
 )
 def test_a_wrong_marker_says_so(run, arguments, text):
@@ -312,7 +328,7 @@ def test_own_is_a_package_and_not_a_prefix(run, pytester):
 WORSE = BROKEN.format(allowed=9).replace("return x.cos()", "x = x.cos()\n    print('there')\n    return x * 2")
 BETTER = BROKEN.format(allowed=9).replace('    print("here")\n', "")
 MADE = "*test_broken: 2 graphs, 1 break, 0 recompiles, 0 bypasses, baseline made with 1 break"
-WORSENED = "*.py:*: * new break*, worse than the graph baseline: graphs 2 -> 3, breaks 1 -> 2"
+WORSENED = "*.py:*: * new break*, worse than the graph baseline: breaks 1 -> 2"
 
 
 def test_baseline_is_made_worsened_bettered_and_updated(run, pytester):
@@ -359,6 +375,88 @@ def test_bytes_saved_for_the_backward_are_part_of_the_baseline(run):
     result.stdout.fnmatch_lines(["*worse than the graph baseline: saved_bytes 0 -> 16"])
 
 
+@needs_triton
+@pytest.mark.filterwarnings("ignore")
+def test_launches_gemms_and_bytes_of_gpu_code_are_part_of_the_baseline(run, pytester):
+    with FakeTensorMode():
+        gpu_kernels(torch.sin, torch.ones(4))  # what it imports is there before, too
+
+    def run_with(body, *options):
+        return run(KERNELS.format(body=body), "--graph-baseline", "graphs", "-W", "ignore", *options)
+
+    run_with("x @ x").assert_outcomes(passed=1)
+    made = baseline(pytester)
+    assert (made["launches"], made["gemms"], made["gpu_bytes"]) == (1, 1, 2 * 64 * 64 * 4)
+    result = run_with("(x @ x) @ x")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*worse than the graph baseline: launches 1 -> 2, gemms 1 -> 2, gpu_bytes * -> *"])
+    # a file from before these numbers
+    (path,) = (pytester.path / "graphs").glob("torch-*/*.json")
+    path.write_text(json.dumps({name: number for name, number in made.items() if name not in NUMBERS_OF_CODE}))
+    names = ", ".join(NUMBERS_OF_CODE)
+    result = run_with("x @ x")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines([f"*baseline not compared: {names}; --graph-update takes it"])
+    run_with("x @ x", "--graph-update").stdout.fnmatch_lines([f"*baseline updated: {names}"])
+    assert baseline(pytester) == made
+
+
+FOLLOWED = """
+import pytest, torch
+
+def model(x):
+    x = x.sin()
+    {between}
+    return x.cos()
+
+@pytest.mark.fullgraph(max_graphs=1, max_recompiles={recompiles})
+def test_followed():
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    for size in (4, 5)[: 1 + {recompiles}]: compiled(torch.ones(size))
+
+@pytest.mark.fullgraph
+def test_without_a_graph():
+    def loops(x):
+        for _ in range(2):
+            {between}
+            x = x + 1
+        return x
+    torch.compile(loops, backend="aot_eager")(torch.ones(4))
+"""
+
+
+def test_what_only_follows_a_break_is_not_listed_beside_it(run):
+    result = run(FOLLOWED.format(between="torch._dynamo.graph_break()", recompiles=0))
+    result.assert_outcomes(failed=2)
+    result.stdout.no_fnmatch_line("*graphs, 1 allowed*")
+    result.stdout.no_fnmatch_line("nothing was compiled*")
+    assert result.stdout.str().count("graph break at") == 2
+    sizes = FOLLOWED.replace("max_recompiles={recompiles}", "max_recompiles=0")
+    text = run(sizes.format(between="torch._dynamo.graph_break()", recompiles=1)).stdout.str()
+    assert text.count("recompile of ") == 1
+    assert "recompile of model at" in text
+
+
+def test_records_of_pytorch_without_a_message_are_in_no_captured_log(run):
+    source = """
+        import logging, pytest, torch
+
+        @pytest.fixture
+        def compiled():
+            torch.compile(torch.sin, backend="aot_eager")(torch.ones(4))
+            logging.getLogger("mine").warning("my own line")
+            yield
+
+        def test_fails(compiled):
+            torch.compile(torch.cos, backend="aot_eager")(torch.ones(4))
+            assert False
+    """
+    result = run(source, subprocess=True)
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*torch.__trace*")
+    result.stdout.fnmatch_lines(["*my own line*"])
+
+
 def test_pytests_last_line_counts_baselines_that_were_made_with_breaks(run):
     result = run(BROKEN.format(allowed=9), "--graph-baseline", "graphs")
     assert "1 passed, 1 baseline made with 1 break in" in result.outlines[-1]
@@ -388,7 +486,7 @@ def test_a_baseline_is_that_of_the_minor_version_or_of_the_nearest(run, pytester
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            f"*new break*, worse than the graph baseline of PyTorch {major}.{minor - 2}: graphs 2 -> 3, breaks 1 -> 2",
+            f"*new break*, worse than the graph baseline of PyTorch {major}.{minor - 2}: breaks 1 -> 2",
             f"--graph-update keeps it as the baseline of PyTorch {major}.{minor}.",
         ]
     )
@@ -406,7 +504,7 @@ def test_a_baseline_from_before_versions_is_compared_with(run, pytester):
     file.rename(pytester.path / "graphs" / file.name)
     file.parent.rmdir()
     result = run(WORSE, *options)
-    result.stdout.fnmatch_lines(["*worse than the graph baseline of an unknown PyTorch: graphs 2 -> 3*"])
+    result.stdout.fnmatch_lines(["*worse than the graph baseline of an unknown PyTorch: breaks 1 -> 2"])
     run(BROKEN.format(allowed=9), *options, "--graph-frozen").assert_outcomes(passed=1)
 
 
@@ -416,7 +514,7 @@ def test_a_damaged_baseline_is_named(run, pytester):
     path.write_text("{")
     result = run(WHOLE, "--graph-baseline", "graphs")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*is no graph baseline*delete it*"])
+    result.stdout.fnmatch_lines(["*is not a graph baseline*Delete it*"])
 
 
 def test_update_without_a_baseline_is_refused(run):
@@ -562,7 +660,9 @@ def test_bytes_are_unknown_without_a_report(run, pytester):
 def test_a_frozen_baseline_makes_no_file(run, pytester):
     result = run(WHOLE, "--graph-baseline", "graphs", "--graph-frozen")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["there is no graph baseline */graphs/*.json, and --graph-frozen makes none.*"])
+    result.stdout.fnmatch_lines(
+        ["there is no graph baseline */graphs/*.json, and --graph-frozen does not create one.*"]
+    )
     assert not (pytester.path / "graphs").exists()
     run(WHOLE, "--graph-baseline", "graphs")
     run(WHOLE, "--graph-baseline", "graphs", "--graph-frozen").assert_outcomes(passed=1)

@@ -73,13 +73,13 @@ experts.w1                Experts                   64 x 32   -                 
 experts.router            Linear                    4 x 32    -                   [7]
 c_attn.weight             Conv1D                    96 x 32   -                   [1]
 lm_head                   Linear                    100 x 32  rowwise_bf16_wgrad  output, grad_input
-[1] no nn.Linear
-[2] MultiheadAttention.forward reads its weight itself, past the layer's forward, which would not be
-    FP8
+[1] not a nn.Linear
+[2] MultiheadAttention.forward reads its weight directly, without calling the layer's forward, which
+    would not be FP8
 [3] tiny: a dim of 8 is less than 16
-[4] weights are torch.float64; FP8 layers take bfloat16, float16, float32
+[4] weights are torch.float64; FP8 layers support bfloat16, float16 and float32
 [5] a subclass of nn.Linear (Scaled), whose own forward would be lost
-[6] a 3-D parameter (experts?), no nn.Linear
+[6] a 3-D parameter (experts?), not a nn.Linear
 [7] tiny: a dim of 4 is less than 16
 3 of 11 converted""",
     )
@@ -92,7 +92,7 @@ def test_printed_before_convert():
 layer  module  out x in  recipe  GEMMs in FP8
 -----  ------  --------  ------  ------------
 0      Linear  48 x 32   -       [1]
-[1] convert() has not seen it
+[1] convert() has not visited it
 0 of 1 converted""",
     )
 
@@ -104,7 +104,7 @@ def test_printed_of_a_root_linear_with_a_recipe_of_nothing():
 layer        module  out x in  recipe  GEMMs in FP8
 -----------  ------  --------  ------  ------------
 (the model)  Linear  48 x 32   custom  none [1]
-[1] every slot of the recipe is None
+[1] the recipe has no quantizers
 1 of 1 converted""",
     )
 
@@ -121,7 +121,7 @@ layer  module  out x in  recipe              GEMMs in FP8
 0      Linear  32 x 32   tensorwise          all three
 {1,3}  Linear  32 x 32   -                   [1]
 2      Linear  32 x 32   rowwise(eps=1e-06)  all three
-[1] left out by the filter
+[1] excluded by the filter
 2 of 4 converted""",
     )
 
@@ -150,12 +150,12 @@ def test_rows_say_what_the_table_says():
 @pytest.mark.parametrize(
     ("fqn", "size", "reason"),
     [
-        ("attention.out_proj", (32, 32), "MultiheadAttention.forward reads its weight itself"),
+        ("attention.out_proj", (32, 32), "MultiheadAttention.forward reads its weight directly"),
         ("scaled", (32, 32), "a subclass of nn.Linear (Scaled)"),
-        ("exact", (32, 32), "weights are torch.float64; FP8 layers take bfloat16, float16, float32"),
-        ("experts.w1", (32, 64), "a 3-D parameter (experts?), no nn.Linear"),
+        ("exact", (32, 32), "weights are torch.float64; FP8 layers support bfloat16, float16 and float32"),
+        ("experts.w1", (32, 64), "a 3-D parameter (experts?), not a nn.Linear"),
         ("experts.router", (32, 4), "tiny: a dim of 4 is less than 16"),
-        ("c_attn.weight", (32, 96), "no nn.Linear"),
+        ("c_attn.weight", (32, 96), "not a nn.Linear"),
     ],
 )
 def test_what_can_not_be_converted_is_listed_with_its_reason(fqn, size, reason):
@@ -168,11 +168,11 @@ def test_what_can_not_be_converted_is_listed_with_its_reason(fqn, size, reason):
 def test_reasons_are_those_of_the_last_convert_and_go_with_revert():
     layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     f8.convert(layers, f8.recipes.rowwise(), filter="0")
-    assert row(f8.conversion_report(layers), "1").reason == "left out by the filter 0"
+    assert row(f8.conversion_report(layers), "1").reason == "excluded by the filter 0"
     f8.convert(layers, f8.recipes.rowwise(), filter=lambda module, fqn: fqn == "0")
-    assert row(f8.conversion_report(layers), "1").reason == "left out by the filter"
+    assert row(f8.conversion_report(layers), "1").reason == "excluded by the filter"
     f8.revert(layers)
-    assert [r.reason for r in f8.conversion_report(layers).rows] == ["convert() has not seen it"] * 2
+    assert [r.reason for r in f8.conversion_report(layers).rows] == ["convert() has not visited it"] * 2
 
 
 def test_a_layer_converted_later_says_nothing_of_having_been_left_out():
@@ -181,7 +181,7 @@ def test_a_layer_converted_later_says_nothing_of_having_been_left_out():
     f8.convert(layers, f8.recipes.rowwise())
     assert [(r.converted, r.reason) for r in f8.conversion_report(layers).rows] == [(True, "")] * 2
     f8.revert(layers)
-    assert row(f8.conversion_report(layers), "1").reason == "convert() has not seen it"
+    assert row(f8.conversion_report(layers), "1").reason == "convert() has not visited it"
 
 
 def test_a_linear_in_two_places_has_one_row():
@@ -202,9 +202,9 @@ def test_weights_of_attention_and_recurrent_layers_are_listed_and_embeddings_and
     )
     model.position = nn.Parameter(torch.zeros(1, 100, 32))
     rows = {row.fqn: row.reason for row in f8.conversion_report(model).rows}
-    assert rows.pop("attention.out_proj").startswith("convert() has not seen it")
+    assert rows.pop("attention.out_proj").startswith("convert() has not visited it")
     assert rows == dict.fromkeys(
-        ["attention.in_proj_weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"], "no nn.Linear"
+        ["attention.in_proj_weight", "lstm.weight_ih_l0", "lstm.weight_hh_l0"], "not a nn.Linear"
     )
 
 
@@ -236,9 +236,9 @@ def test_matrices_multiplied_without_a_linear_are_listed_by_what_a_forward_does_
     rows = {row.fqn: row.reason for row in f8.conversion_report(model, forward=forward).rows}
     assert rows == {
         "body": "",
-        "normed": "its weight or bias is parametrized; convert first and parametrize what convert returns",
-        "bank": "a 3-D parameter (experts?), no nn.Linear",
-        **dict.fromkeys(["embed.weight", "proj", "kernel"], "no nn.Linear"),
+        "normed": "its weight or bias is parametrized; convert the model first, then parametrize the converted layer",
+        "bank": "a 3-D parameter (experts?), not a nn.Linear",
+        **dict.fromkeys(["embed.weight", "proj", "kernel"], "not a nn.Linear"),
     }
 
 

@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gloo_ranks import GROUPS, shared_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
 from benchmarks.blocks import SHAPES, Attention
@@ -122,13 +126,13 @@ def test_a_call_without_backward_is_refused(way):
 
 def test_what_it_is_given_is_checked():
     model, x = Two(), torch.randn(M, D)
-    with pytest.raises(ValueError, match=r"arch is 'h201'; it is one of h200, .*, cpu, or a name such as sm_90"):
+    with pytest.raises(ValueError, match=r"`arch` is 'h201'; it must be one of h200, .*, cpu, or a name such as sm_"):
         memory_report(model, x, arch="h201")
-    with pytest.raises(TypeError, match=r"model is a int; it is a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"`model` is a int; it must be a torch\.nn\.Module"):
         memory_report(3, x)
-    with pytest.raises(TypeError, match="compiled already"):
+    with pytest.raises(TypeError, match="already compiled"):
         memory_report(torch.compile(model), x)
-    with pytest.raises(TypeError, match=r"saved is 'all'; it is a fp8compile\.SavedAsCodes, or None"):
+    with pytest.raises(TypeError, match=r"`saved` is 'all'; it must be a fp8compile\.SavedAsCodes, or None"):
         memory_report(model, x, saved="all")
 
 
@@ -235,7 +239,10 @@ def test_a_budget_takes_the_kinds_that_move_gradients_least_first(budget, chosen
 
 
 def test_a_budget_that_codes_can_not_reach_is_refused():
-    with pytest.raises(ValueError, match=r"the budget is 3,499 bytes, and with 4 kinds of tensors as codes 3,500"):
+    with pytest.raises(
+        ValueError,
+        match="the budget is 3,499 bytes, but 3,500 bytes are saved even with 4 kinds of tensors compressed",
+    ):
         f8.SavedAsCodes.for_budget(report_of(*ROWS), 3499)
 
 
@@ -260,9 +267,28 @@ def test_its_text_has_80_columns_where_the_terminal_has(monkeypatch):
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= 80
     cells = [line.split() for line in lines]
-    assert ["kept", "for", "the", "backward", "6.0"] in cells
+    assert ["saved", "for", "the", "backward", "6.0"] in cells
     assert ["temporaries", "0.2"] in cells
     assert any(line.startswith("layers.{0..2}.{gate,up}") for line in lines)
     assert lines[-1].split() == ["1", "smaller", "ones", "0.0", "-", "-"]
     assert report.to_dict()["kept_bytes"] == 6_004_000
     assert report.to_dict()["kept"][0]["dtype"] == "torch.bfloat16"
+
+
+def distributed_reports():
+    """Reports on a part of two tensor parallel ranks and on the whole model, and what FSDP2's model is refused by."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    x = torch.randn(M, D)
+    whole, part = (f8.convert(Two(), f8.recipes.rowwise(), filter="*") for _ in range(2))
+    plan = {"up": f8.parallel.ColwiseParallel(), "down": f8.parallel.RowwiseParallel()}
+    parallelize_module(part, mesh, plan)
+    reports = [memory_report(model, x, arch="cpu") for model in (whole, part)]
+    with pytest.raises(NotImplementedError) as error:
+        memory_report(fully_shard(Two(), mesh=mesh), x, arch="cpu")
+    return [(each.parameters, each.gradients, each.optimizer) for each in reports], str(error.value)
+
+
+def test_tensor_parallel_parameters_are_those_of_the_rank_and_fsdp_is_refused():
+    for (whole, part), text in shared_ranks().run(distributed_reports, within="pair"):
+        assert [2 * each for each in part] == list(whole)
+        assert "fully_shard was called for the model, which communicates outside of graphs" in text

@@ -51,7 +51,7 @@ def test_equal_models_are_equal_to_the_bit_with_dropout_and_inplace_operations()
     assert found.first is found.worst is found.between_modules is None
     assert found.losses[0] == found.losses[1]
     assert {row.leaving for row in found.rows} <= {math.inf, None}
-    assert "every module gives the reference's result, to the bit" in str(found)
+    assert "every module returns the reference's result, bit for bit" in str(found)
 
 
 def test_fp8_layers_are_named_with_what_each_adds_and_what_has_grown():
@@ -121,7 +121,7 @@ def test_a_module_that_is_called_twice_has_a_number():
 def test_modules_of_one_model_only_are_listed_and_none_in_common_is_an_error():
     found = compare(nn.Sequential(*model(), nn.Identity()), model(), batch(), loss=loss)
     assert found.missing == ("2",)
-    with pytest.raises(ValueError, match="no module of the model is called by the name"):
+    with pytest.raises(ValueError, match="the two models have no module name in common"):
         compare(model(), nn.ModuleDict({"other": nn.Linear(64, 64)}).other.bfloat16(), batch(), loss=loss)
 
 

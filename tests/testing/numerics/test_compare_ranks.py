@@ -113,19 +113,19 @@ def compared_sharded(how):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_ranks_that_compute_what_one_process_does_have_no_findings(ranks, recipe):
     one, other, *_ = ranks.run(compared, recipe)
-    assert one == other == ([], "2 ranks compute what one process computes: 6 products, each with its operands")
+    assert one == other == ([], "2 ranks compute the same as one process: 6 GEMMs, each with its operands")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_ranks_that_share_the_tokens_too_have_no_findings(ranks, recipe):
     one, other, *_ = ranks.run(compared, recipe, None, "sequence")
-    assert one == other == ([], "2 ranks compute what one process computes: 6 products, each with its operands")
+    assert one == other == ([], "2 ranks compute the same as one process: 6 GEMMs, each with its operands")
 
 
 @pytest.mark.parametrize("how", ["fully_shard", "graph_fsdp"])
 def test_weights_that_fsdp_gathers_are_compared_too(ranks, how):
     found = ranks.run(compared_sharded, how)[0]
-    assert found == "2 ranks compute what one process computes: 18 products, each with its operands"
+    assert found == "2 ranks compute the same as one process: 18 GEMMs, each with its operands"
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "nvfp4"])
@@ -135,7 +135,7 @@ def test_an_amax_of_the_local_shard_is_named_by_layer_product_and_operand(ranks,
     layer, op, operand, what, _ = one[0][0]
     # down's input is what ranks cut along its features, so it is the first tensor with an amax over ranks
     assert (layer, op, operand) == ("down", "output", "input")
-    assert what == ("outer scale" if recipe == "nvfp4" else "scale")
+    assert what == ("global scale" if recipe == "nvfp4" else "scale")
     assert one[1].startswith(f"2 ranks first differ from one process at down, output, {what} of input on rank")
 
 

@@ -33,7 +33,7 @@ def _lacks(problem: GemmProblem) -> str | None:
     if problem.target.type == "cuda" and problem.a.has_outer_scale():
         return NO_GROUPS_OF_TWO_LEVELS
     if problem.target.type == "cuda" and problem.config.emulate:
-        return "has no emulation of grouped products on a GPU. Multiply group by group with fp8compile.linear there."
+        return "has no emulation of grouped GEMMs on a GPU. Call fp8compile.linear for each group instead."
     return EMULATED.lacks(problem)
 
 

@@ -41,8 +41,8 @@ class GroupedGemm(Gemm):
             by (E, N, K), to (R, N). Inductor traces it, so it calls only PyTorch and `fp8compile` ops.
         outer: Like ``rows``; multiplies (N, C) by (K, C), summed over the tokens of each group, to (E, N, K). C is the
             number of tokens with padding.
-        is_opaque: Whether the GEMM reads sizes of groups on the host. Compiled code can't do that, so the op then
-            stays one call.
+        is_opaque: Whether the GEMM reads group sizes on the host. Compiled code can't do that, so the op then stays
+            one call.
     """
 
     rows: Multiply

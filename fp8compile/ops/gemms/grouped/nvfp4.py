@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8compile.formats import pack
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.gpu_support import why_not
+from fp8compile.ops.gemms.grouped.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm
 from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import padded_features
 from fp8compile.ops.gemms.interface import GemmProblem
@@ -21,7 +22,6 @@ from fp8compile.ops.gemms.nvfp4 import NVFP4 as UNGROUPED
 from fp8compile.ops.gemms.nvfp4 import SUM_TO
 from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT
 from fp8compile.ops.groups.four_bit_tiles import tile_ends
-from fp8compile.ops.groups.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.groups.padding import zero_behind
 from fp8compile.quantizers import GemmConfig
 from fp8compile.scale_layouts import for_each_row, tiled
@@ -42,9 +42,9 @@ def _packed(operand: Quantized) -> str:
 def _check_laid_out(operand: Quantized, *packed: str) -> None:
     if _packed(operand) not in packed:
         raise ValueError(
-            f"fp8compile::scaled_grouped_mm: codes by {operand.quantizer!r} are not packed as a GPU reads them. Those "
-            "of tokens are made by fp8compile::group_quantize_two_levels, with scales in tiles; those of matrices are "
-            "one a byte, or two along the sum."
+            f"fp8compile::scaled_grouped_mm: data quantized by {operand.quantizer!r} is not packed as the GPU "
+            "requires. Quantize tokens with fp8compile::group_quantize_two_levels, which lays out scales in tiles; "
+            "store values of matrices one per byte, or two per byte along the dim that is summed."
         )
 
 

@@ -31,7 +31,7 @@ def lacks_grouped(product: str, problem: GemmProblem) -> str | None:
     if (lacking := lacks_tensor_cores(problem) or why_not(product, problem)) is not None:
         return lacking
     if {problem.a.gemm_format(), problem.b.gemm_format()} != {E4M3}:
-        return "has no grouped GEMM: it multiplies e4m3 by e4m3. Give gradients e4m3 too (grad_format='e4m3')."
+        return "has no grouped GEMM: it only supports e4m3 by e4m3. Use e4m3 for gradients too (grad_format='e4m3')."
     return None
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.blockwise import BLOCK
 from fp8compile.ops.gemms.gpu_support import lacks_tensor_cores, why_not
+from fp8compile.ops.gemms.grouped.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm
 from fp8compile.ops.gemms.interface import GemmProblem
 from fp8compile.ops.gemms.torch_scaled_mm import float8_kind
-from fp8compile.ops.groups.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.quantizers import GemmConfig, Quantizer
 
 __all__ = ["BLOCKWISE", "ROWWISE_TRITON"]
@@ -40,11 +40,11 @@ def _lacks_rows(problem: GemmProblem) -> str | None:
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
-    codes = b.codes.contiguous()  # not inside the op: here Inductor lets the cast write contiguous codes
     scales = a.quantizer.scale_values(a.scale), b.quantizer.scale_values(b.scale)
     formats: list[Any] = [each.quantizer.gemm_format() for each in (a, b)]  # which are why it was chosen
     block = BLOCK if BLOCK in a.quantizer.block else -1
-    return grouped_blockwise_mm(a.codes, codes, *scales, offsets, *(each.name for each in formats), out_dtype, block)
+    codes = a.codes.contiguous(), b.codes.contiguous()  # the op refuses others
+    return grouped_blockwise_mm(*codes, *scales, offsets, *(each.name for each in formats), out_dtype, block)
 
 
 BLOCKWISE = GroupedGemm(

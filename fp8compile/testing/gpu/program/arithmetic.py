@@ -62,6 +62,8 @@ def through_float16(values: np.ndarray) -> np.ndarray:
 def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
     """Convert values between two float types, rounded to nearest even.
 
+    Conversions to float8 saturate, infinities too, and convert NaN to 0x7F, as ``cvt.rn.satfinite`` does.
+
     Args:
         bits: The values, or integers that hold their bits.
         source: Triton's name of the values' type, such as "bf16".
@@ -74,11 +76,20 @@ def convert(bits: np.ndarray, source: str, target: str) -> np.ndarray:
         NotImplementedError: A type isn't known here, or float64 is to be converted to float8.
     """
     if not {source, target} <= STORED_AS.keys():
-        raise NotImplementedError(f"run_gpu_program: a conversion from {source} to {target} is not known.")
+        raise NotImplementedError(
+            f"run_gpu_program: a conversion from {source} to {target} is not supported; both must be one of "
+            f"{', '.join(STORED_AS)}."
+        )
     (source_dtype, source_bits), (target_dtype, target_bits) = STORED_AS[source], STORED_AS[target]
     values = torch.from_numpy(np.array(bits, order="C").view(SIGNED[source_bits])).view(source_dtype)
     if source == "fp64" and target in ("fp8e4nv", "fp8e5"):
-        raise NotImplementedError(f"run_gpu_program: a conversion from {source} to {target} is not known.")
+        raise NotImplementedError(
+            f"run_gpu_program: a conversion from fp64 to {target} is not supported. Convert to fp32 first."
+        )
+    if target in ("fp8e4nv", "fp8e5"):
+        largest = torch.finfo(target_dtype).max
+        values = values.to(torch.float32).clamp(-largest, largest)
+        values = torch.where(values.isnan(), torch.nan, values)
     result = values.to(torch.float32).to(target_dtype) if source != "fp64" else values.to(target_dtype)
     return result.view(torch.uint8).numpy().view(target_bits).reshape(np.shape(bits))
 

@@ -57,6 +57,8 @@ def inline_assembly(
     """
     found = next((function for pattern, function in KNOWN.items() if pattern.search(text)), None)
     if found is None or pack != 1 or len(kinds) != 1:
-        raise NotImplementedError(f"run_gpu_program: a kernel has inline assembly that is not known here: {text}")
+        raise NotImplementedError(
+            f"run_gpu_program: the inline assembly of a kernel is not supported: {text}. Test this kernel on a GPU."
+        )
     result = interpreter.TensorHandle(found(*(each.data for each in values)), kinds[0].scalar)
     return SimpleNamespace(get_result=lambda index: result)

@@ -241,7 +241,10 @@ def _of_pointers() -> Iterator[tuple[Any, ...]]:
     def of_descriptor(block: Any, offsets: Sequence[Handle]) -> tuple[Handle, Handle]:
         width = block.base.dtype.element_ty.primitive_bitwidth // 8
         if (offsets[-1].data * width % 16).any():
-            raise ValueError("a descriptor's block begins at an address that is no multiple of 16 bytes.")
+            raise ValueError(
+                "the block of a tensor descriptor must begin at an address that is a multiple of 16 bytes. Use "
+                f"offsets that are multiples of {16 // width} elements along the last dim."
+            )
         return _elements(block, offsets, range(block.ndim))
 
     def advanced(_: Builder, block: Any, steps: Sequence[Handle]) -> Any:

@@ -21,7 +21,7 @@ def demand(satisfied: bool, product: str, what: str) -> None:
     ``product`` names the GEMM, and ``what`` is the requirement in words.
     """
     if not satisfied:
-        raise ValueError(f"{product}: the GPU's product takes {what}")
+        raise ValueError(f"{product}: the GPU's GEMM requires {what}")
 
 
 def tiled_values(scale: Tensor, rows: int, blocks: int, dtype: torch.dtype = E8M0) -> Tensor:

@@ -53,7 +53,7 @@ class _Eager(TorchDispatchMode):
         super().__init__()
         from torch._inductor.decomposition import select_decomp_table
 
-        self._gpu, self._products, self._parts = gpu, Products(gpu), select_decomp_table()
+        self._gpu, self._products, self._parts = gpu, Products(gpu, interprets=True), select_decomp_table()
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,9 +94,9 @@ def eager_run(
 ) -> EagerRun:
     """Run ``fn(*args)`` and its backward in eager mode on this machine's CPU, with GEMMs rounded once.
 
-    `run_gpu_program` with ``precision_casts`` has the same bits, except where Inductor adds a bias after the GEMM's
-    result was rounded. As in `run_gpu_program`, operators that Inductor decomposes are decomposed, sums are rounded
-    once, and functional collectives are emulated.
+    The result is bit-identical to `run_gpu_program` with ``precision_casts``, except where Inductor adds a bias after
+    rounding the result of the GEMM. As in `run_gpu_program`, operators that Inductor decomposes are decomposed, sums
+    are rounded once, and functional collectives are emulated.
 
     Args:
         fn: A module or function.
@@ -104,10 +104,10 @@ def eager_run(
         arch: The GPU for which FP8 layers choose their GEMMs, a key of ``fp8compile.testing.gpu.gpus.GPUS``; None for
             a CPU's GEMMs. The choice changes bits if scales are applied after the GEMM (rowwise in float32 and
             float16).
-        grad_outputs: Gradients of the outputs, as `run_gpu_program` takes them.
+        grad_outputs: Gradients of the outputs, as for `run_gpu_program`.
 
     Raises:
-        ValueError: There is no such GPU, or the GPU's GEMM would refuse its operands.
+        ValueError: The GPU is unknown, or its GEMM does not support the operands.
         ModuleNotFoundError: Triton is not installed, and ``arch`` is given.
     """
     gpu = None if arch is None else gpu_called(arch)

@@ -35,7 +35,10 @@ def unknown(name: str) -> Callable[..., Any]:
     """Make a replacement for the function ``name``, which isn't known here: a call of it raises."""
 
     def call(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"run_gpu_program: a kernel calls {name}, which is not known here.")
+        raise NotImplementedError(
+            f"run_gpu_program: a kernel calls {name}, which the simulation does not support. Test this kernel on a "
+            "GPU."
+        )
 
     return call
 
@@ -119,7 +122,10 @@ def _axes(reduction: Any, data: np.ndarray) -> int | tuple[int, ...]:
 
 def _sum(reduction: Any, values: tl.tensor) -> tl.tensor:
     if values.dtype.scalar == tl.bfloat16:
-        raise NotImplementedError("run_gpu_program: a sum of bfloat16 is not known; Inductor's is of float32.")
+        raise NotImplementedError(
+            "run_gpu_program: a sum of bfloat16 is not supported, because Inductor only generates sums of float32. "
+            "Cast to float32 before the sum."
+        )
     data = values.handle.data
     wide = np.float64 if data.dtype.kind == "f" else data.dtype
     total = np.sum(data, axis=_axes(reduction, data), keepdims=reduction.keep_dims, dtype=wide)
@@ -132,7 +138,10 @@ def _extreme(reduction: Any, inputs: Any, val_reduce_op: Any, idx_reduce_op: Any
     Argmax and argmin (an ``idx_reduce_op``) raise, because Inductor has functions of its own for them.
     """
     if idx_reduce_op is not None:
-        raise NotImplementedError("run_gpu_program: tl.argmax and tl.argmin are not known; Inductor has its own.")
+        raise NotImplementedError(
+            "run_gpu_program: tl.argmax and tl.argmin are not supported, because Inductor generates its own functions "
+            "instead."
+        )
     values = inputs[0] if isinstance(inputs, tuple) else inputs
     function = np.fmax if val_reduce_op is np.nanmax else np.fmin
     data = values.handle.data

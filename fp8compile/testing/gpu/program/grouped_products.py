@@ -178,18 +178,20 @@ def scaled_grouped_mm(
 
 
 def grouped_blockwise_mm(
-    gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object
-) -> Tensor:
+    gpu: Gpu | None, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *rest: object,
+    interpret: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute `fp8compile::grouped_blockwise_mm` by its CPU kernel; raise a ValueError if a GPU would refuse.
 
     ``rest`` has the operator's other arguments. With block scales, the kernel adds in float32, in its own order. Other
-    GEMMs in this file are summed in float64.
+    GEMMs in this file are summed in float64. With ``interpret``, the GPU's Triton kernel runs in the active
+    interpreter.
     """
     name = f"grouped_blockwise_mm {tuple(a.shape)} x {tuple(b.shape)}"
     demand(gpu is None or bool(gates_of("blockwise groups", gpu.target)), name, "compute capability 8.9 to 12.1.")
     for _ in _spans(offsets, a.shape[0 if b.ndim == 3 else 1], name):
         pass
-    with pretend_target(Target("cpu")):
+    with pretend_target(gpu.target if interpret and gpu is not None else Target("cpu")):
         multiply: Any = operator_called("fp8compile::grouped_blockwise_mm")
         return multiply(a, b, a_scale, b_scale, offsets, *rest)
 

@@ -174,15 +174,16 @@ class Interpreter:
             where = f"{self._access.name}: at {self._place(error)}: "
             if isinstance(error, ValueError):
                 raise ValueError(f"{where}{error}") from error
-            raise RuntimeError(f"{where}Triton refuses it: {error}") from error
+            raise RuntimeError(f"{where}Triton raises an error: {error}") from error
         return batch.largest
 
     def _rewrite(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         if fn not in self._rewritten:
             if waits := [name for name in NOT_INTERPRETED if name in fn.__code__.co_names]:
                 raise NotImplementedError(
-                    f"run_gpu_program: {fn.__name__} calls {waits[0]}: its programs wait for one another, and "
-                    "here they run one after the other."
+                    f"run_gpu_program: {fn.__name__} calls {waits[0]}, so its programs wait for each other, but the "
+                    "simulation runs one program after the other, so it would wait forever. Use a kernel without "
+                    "waits between programs."
                 )
             if fn not in REWRITTEN:
                 found = interpreter.FunctionRewriter(fn).rewrite_ast()
@@ -389,7 +390,9 @@ def _arithmetic_shift(builder: Builder, left: Handle, right: Handle) -> Handle:
 
 def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     if z.dtype != np.float32:
-        raise NotImplementedError(f"run_gpu_program: a fused multiply-add of {z.dtype} is not known.")
+        raise NotImplementedError(
+            f"run_gpu_program: a fused multiply-add of {z.dtype} is not supported; it must be float32."
+        )
     return gpu.fma(x, y, z)
 
 
@@ -404,7 +407,8 @@ def _without_bfloat16(original: Callable[..., Any]) -> Callable[..., Any]:
         for arg in args[:-1]:
             if arg.dtype.scalar == tl.bfloat16:
                 raise NotImplementedError(
-                    "run_gpu_program: arithmetic in bfloat16 is not known; Inductor's is float32."
+                    "run_gpu_program: arithmetic in bfloat16 is not supported, because Inductor computes in float32. "
+                    "Cast to float32 first."
                 )
         return original(builder, *args)
 

@@ -158,7 +158,7 @@ class Access:
                 places = " and ".join(dict.fromkeys(place for kind in kinds for place in self._places(kind, raced[0])))
                 raise RuntimeError(
                     f"{self.name}: {len(raced)} addresses are {what}, the first at {self._argument(int(raced[0]))}, "
-                    f"at {places}. Programs of a launch run in any order: the result depends on chance."
+                    f"at {places}. The programs of a launch run in any order, so this is a data race."
                 )
 
     def _places(self, kind: str, address: np.uint64) -> list[str]:

@@ -44,7 +44,10 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _reduced(x: Tensor, reduction: str, group: Any) -> Tensor:
     if reduction not in REDUCTIONS:
-        raise NotImplementedError(f"run_gpu_program: a reduction by {reduction!r} between ranks is not known.")
+        raise NotImplementedError(
+            f"run_gpu_program: the reduction {reduction!r} between ranks is not supported; supported are "
+            f"{', '.join(map(repr, REDUCTIONS))}."
+        )
     return REDUCTIONS[reduction](torch.stack(_of_all(x, group)))
 
 
@@ -60,7 +63,8 @@ def _exchanged(x: Tensor, output_sizes: list[int], input_sizes: list[int], group
     rank = _ranks(group)[1]
     if len(set(output_sizes)) > 1 or list(output_sizes) != list(input_sizes):
         raise NotImplementedError(
-            f"run_gpu_program: all_to_all of sizes {input_sizes} to {output_sizes} is not known."
+            f"run_gpu_program: all_to_all of sizes {input_sizes} to {output_sizes} is not supported; all sizes of "
+            "inputs and outputs must be equal."
         )
     return torch.cat([each.split(input_sizes)[rank] for each in _of_all(x, group)])
 
@@ -90,5 +94,7 @@ def message(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Tensor:
     """
     name = op._schema.name.partition("::")[2]
     if name not in MESSAGES:
-        raise NotImplementedError(f"run_gpu_program: collective {op} is not known; known are {', '.join(MESSAGES)}.")
+        raise NotImplementedError(
+            f"run_gpu_program: collective {op} is not supported; supported are {', '.join(MESSAGES)}."
+        )
     return MESSAGES[name](*args, **kwargs)

@@ -83,7 +83,7 @@ def _descriptor(tensor: Tensor, made: tuple[str, tuple[Any, ...]]) -> Any:
     kind, given = made
     if kind != "stable":
         raise NotImplementedError(
-            "run_gpu_program: a kernel takes a descriptor of triton.tools.experimental_descriptor, which is not known "
-            "here. Make it by triton.tools.tensor_descriptor.TensorDescriptor.from_tensor."
+            "run_gpu_program: a kernel uses a descriptor of triton.tools.experimental_descriptor, which is not "
+            "supported. Create it with triton.tools.tensor_descriptor.TensorDescriptor.from_tensor."
         )
     return TensorDescriptor.from_tensor(tensor, list(given[0]))

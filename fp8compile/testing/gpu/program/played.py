@@ -10,11 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu
-from fp8compile.testing.gpu.program.products import Products, is_product
+from fp8compile.testing.gpu.program.products import BY_OUR_KERNEL, Products, is_product
 
 __all__ = ["played_products"]
-
-BY_OUR_KERNEL = "grouped_blockwise_mm"
 
 
 class _Played(TorchDispatchMode):

@@ -9,7 +9,7 @@ Sources of the requirements: PyTorch's checks in `_scaled_mm` (aten/src/ATen/nat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +39,10 @@ from fp8compile.testing.gpu.program.libraries import gates_of
 if TYPE_CHECKING:
     from fp8compile.testing.gpu.program.nan_origin import NanSearch
 
-__all__ = ["PRODUCTS", "Product", "Products", "is_product"]
+__all__ = ["BY_OUR_KERNEL", "PRODUCTS", "Product", "Products", "is_product"]
 
 BLOCK = 128
+BY_OUR_KERNEL = "grouped_blockwise_mm"
 SCALED = ("left operand", "right operand", "left scale", "right scale")
 BIASED = ("bias", "left operand", "right operand")
 
@@ -99,13 +100,13 @@ def _spread(scale: Tensor, rows: int, k: int, side: str, gpu: Gpu) -> tuple[str,
     if scale.numel() == 1 and scale.ndim == 0:
         return "tensorwise", values.expand(rows, k)
     if tuple(scale.shape) == (rows, 1) and blocks > 1:
-        demand(scale.is_contiguous() or scale.stride(0) == 1, name, "scales of rows that lie side by side.")
+        demand(scale.is_contiguous() or scale.stride(0) == 1, name, "contiguous scales of rows.")
         return "rowwise", values.expand(rows, k)
     if tuple(scale.shape) == (rows, blocks):
         strides = (1, rows)
         demand(_is_laid(scale, strides), name, f"scales of 1 x {BLOCK} with strides {strides}.")
         return "1x128" if blocks > 1 else "rowwise or 1x128", values.repeat_interleave(BLOCK, 1)[:, :k]
-    demand(tuple(scale.shape) == (-(-rows // BLOCK), blocks), name, f"another shape for codes ({rows}, {k}).")
+    demand(tuple(scale.shape) == (-(-rows // BLOCK), blocks), name, f"another shape for an operand ({rows}, {k}).")
     strides = (blocks, 1)
     laid = _is_laid(scale, strides)
     demand(laid, name, f"scales of {BLOCK} x {BLOCK} with strides {strides}, which PyTorch asks for.")
@@ -133,9 +134,9 @@ def _check_codes(a: Tensor, b: Tensor) -> None:
     demand(b.stride(0) == 1 and b.stride(1) >= b.shape[0], name, "a column-major right operand.")
     demand(b.shape[0] % ALIGNMENT == 0 and b.shape[1] % ALIGNMENT == 0, name, f"k and n in multiples of {ALIGNMENT}.")
     aligned = all(each % ALIGNMENT == 0 for each in (a.stride(0), b.stride(1), a.data_ptr(), b.data_ptr()))
-    demand(aligned, name, f"rows of codes that begin at multiples of {ALIGNMENT} bytes.")
+    demand(aligned, name, f"rows that begin at multiples of {ALIGNMENT} bytes.")
     float8 = {torch.float8_e4m3fn, torch.float8_e5m2}
-    demand({a.dtype, b.dtype} <= float8, name, f"float8 codes, not {a.dtype} and {b.dtype}.")
+    demand({a.dtype, b.dtype} <= float8, name, f"float8 operands, not {a.dtype} and {b.dtype}.")
     demand(not a.dtype == b.dtype == torch.float8_e5m2, name, "e5m2 on one side at most.")
 
 
@@ -186,7 +187,7 @@ def nvfp4_mm(
     The arguments after ``gpu`` are those of the operator.
     """
     name, half, n = f"nvfp4_mm {tuple(a.shape)} x {tuple(b.shape)}", a.shape[1], b.shape[0]
-    demand(bool(gates_of("nvfp4", gpu.target)), name, "four-bit codes on compute capability 10.0 to 12.1.")
+    demand(bool(gates_of("nvfp4", gpu.target)), name, "FP4 operands on compute capability 10.0 to 12.1.")
     demand(a.shape[1] == b.shape[1] and a.is_contiguous() and b.is_contiguous(), name, "rows of one length.")
     demand(half % ALIGNMENT == 0 and n % ALIGNMENT == 0, name, f"rows of {ALIGNMENT} bytes, columns in as many.")
     for outer in (a_outer, b_outer):
@@ -226,7 +227,7 @@ def convolution(
 def int_mm(gpu: Gpu | None, a: Tensor, b: Tensor) -> Tensor:
     """Compute `torch._int_mm` (int8 codes, exact sums); raise a ValueError if a GPU would refuse the operands."""
     name = f"_int_mm {tuple(a.shape)} x {tuple(b.shape)}"
-    demand(a.dtype == b.dtype == torch.int8, name, f"int8 codes, not {a.dtype} and {b.dtype}.")
+    demand(a.dtype == b.dtype == torch.int8, name, f"int8 operands, not {a.dtype} and {b.dtype}.")
     if gpu is not None:
         demand(a.shape[0] > 16, name, "more than 16 rows.")
         demand(all(size % 8 == 0 for size in b.shape), name, "k and n in multiples of 8.")
@@ -253,40 +254,58 @@ class Products:
     Args:
         gpu: The GPU whose requirements are checked; None for a CPU, which only some products allow.
         nans: The search for the origin of NaN, which gets each product's operands and result; None to skip it.
+        interprets: Whether this package's Triton kernel runs in the active interpreter for `grouped_blockwise_mm`.
 
     Attributes:
         gpu: The GPU, or None.
         called: The records in the order of the calls.
     """
 
-    def __init__(self, gpu: Gpu | None, nans: NanSearch | None = None) -> None:
-        self.gpu, self._nans = gpu, nans
+    def __init__(self, gpu: Gpu | None, nans: NanSearch | None = None, *, interprets: bool = False) -> None:
+        self.gpu, self._nans, self._interprets = gpu, nans, interprets
         self.called: list[Product] = []
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
         """The function of a matrix product, looked up by generated code as in Inductor's ``extern_kernels``."""
         if name not in PRODUCTS:
             raise NotImplementedError(
-                f"run_gpu_program: generated code calls extern_kernels.{name}; known are {', '.join(PRODUCTS)}."
+                f"run_gpu_program: generated code calls extern_kernels.{name}, which is not supported; "
+                f"supported are {', '.join(PRODUCTS)}."
             )
         return lambda *args, **kwargs: self.multiply(name, *args, **kwargs)
 
     def multiply(self, name: str, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Compute the matrix product ``name``, record the call, and write the result to ``out`` if given."""
+        if self._interprets and name == BY_OUR_KERNEL:
+            kwargs["interpret"] = True
         with _disable_current_modes():  # operators that compute the product are no part of the program
             result = PRODUCTS[name](self.gpu, *args, **kwargs)
-            given = [arg for arg in args if isinstance(arg, Tensor)]
-            operands = tuple(arg.detach().clone() for arg in given)
-            self.called.append(product := Product(name, operands, result.clone()))
-            if self._nans is not None:
-                named = dict(zip(product.operand_names, given, strict=True))
-                self._nans.computed(f"product {len(self.called) - 1}, {product},", named, (result,))
+            self._record(name, [arg for arg in args if isinstance(arg, Tensor)], result)
             return result if out is None else _written(name, result, out)
+
+    def launched(self, op: str, arguments: Mapping[str, Any]) -> None:
+        """Record a matrix product that a Triton kernel has computed.
+
+        Args:
+            op: Name of the operator that the kernel stands for, such as "fp8compile.grouped_blockwise_mm.default".
+            arguments: The kernel's arguments: the operator's tensors in order, and then its result.
+        """
+        with _disable_current_modes():
+            *operands, result = (each for each in arguments.values() if isinstance(each, Tensor))
+            self._record(op.split(".")[1], operands, result)
+
+    def _record(self, name: str, given: Sequence[Tensor], result: Tensor) -> None:
+        operands = tuple(arg.detach().clone() for arg in given)
+        self.called.append(product := Product(name, operands, result.clone()))
+        if self._nans is not None:
+            named = dict(zip(product.operand_names, given, strict=True))
+            self._nans.computed(f"product {len(self.called) - 1}, {product},", named, (result,))
 
 
 def _written(name: str, result: Tensor, out: Tensor) -> Tensor:
     if (out.shape, out.dtype) != (result.shape, result.dtype):
         raise ValueError(
-            f"{name}: written to {tuple(out.shape)} {out.dtype}, its result is {tuple(result.shape)} {result.dtype}."
+            f"{name}: `out` has shape {tuple(out.shape)} and dtype {out.dtype}; it must have the shape and dtype of "
+            f"the result, {tuple(result.shape)} and {result.dtype}."
         )
     return out.copy_(result)

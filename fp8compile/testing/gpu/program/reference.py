@@ -66,7 +66,7 @@ class Reference(fx.Interpreter):
     ) -> None:  # fmt: skip
         super().__init__(graph, garbage_collect_values=False)
         self._gpu = gpu
-        self.products: Products = Products(gpu)
+        self.products: Products = Products(gpu, interprets=True)
         self.outside: list[Difference] = []
         self._numbers = numbers
         self._by_fours = {_id(launch) for launch in found.launches if "4x(" in found.kernel(launch.name)}
@@ -254,8 +254,8 @@ class Reference(fx.Interpreter):
             return seeds(args[0])
         if name.startswith("rand_eager"):
             raise NotImplementedError(
-                f"run_gpu_program: {target} draws what a GPU draws in eager mode, which is not known here. Turn "
-                "torch._inductor.config.align_random_eager off."
+                f"run_gpu_program: {target} draws the random numbers of a GPU's eager mode, which is not supported. "
+                "Set torch._inductor.config.align_random_eager = False."
             )
         if target is prims.convert_element_type.default and not self._rounds_each and args[1] in LOW_PRECISION:
             return args[0].float()

@@ -80,7 +80,7 @@ class GraphRun:
         generated, ran = self.seconds
         calls = f", {', '.join(self.library_calls)} by PyTorch's CPU kernels" if self.library_calls else ""
         return (
-            f"{self.name}: {len(self.launches)} generated kernels launched, {len(self.products)} products{calls}; "
+            f"{self.name}: {len(self.launches)} generated kernels launched, {len(self.products)} GEMMs{calls}; "
             f"generated in {generated:.1f} s, ran in {ran:.1f} s"
         )
 

@@ -35,13 +35,13 @@ def run_gpu_program(
 ) -> GpuRun:
     """Run the code that Inductor generates for ``fn(*args)`` and its backward on a GPU, on this CPU.
 
-    The whole program runs: the wrapper, and its Triton kernels in Triton's interpreter over their real grids. Matrix
-    products are summed in float64 and rounded once. A reference runs each graph operator by operator. Use small sizes:
-    a feed-forward block of 128 tokens takes seconds.
+    The full program runs: the wrapper, and its Triton kernels in Triton's interpreter over their real grids. GEMMs are
+    summed in float64 and rounded once. A reference runs each graph operator by operator. Use small sizes: a
+    feed-forward block of 128 tokens takes seconds.
 
     Memory is filled with NaN before it is written. It is an error if a kernel accesses memory outside of its tensors,
     if two Triton programs of a launch write the same address, if one writes what another reads, or if the GPU's GEMM
-    would refuse an operand.
+    does not support an operand.
 
     ``fn`` is traced with ``fullgraph=True``; all earlier compiled graphs are dropped. Tensors that ``fn`` changes in
     place are changed once, as by one call. Gradients are returned and not accumulated.
@@ -60,9 +60,9 @@ def run_gpu_program(
             compared.
         configurations: Numbers of the configurations to run, among those that Inductor would time; "largest" for the
             one with the fewest programs, "all" for all. Each is run and compared.
-        templates: Numbers of Inductor's Triton templates for matrix products, used instead of the GPU's libraries, as
-            with ``max_autotune_gemm``; "all" for each template that Inductor would time. Code is generated for
-            each number. The results are compared within a bound, because a template adds in its own order.
+        templates: Numbers of Inductor's Triton GEMM templates, used instead of the GPU's libraries, as with
+            ``max_autotune_gemm``; "all" for each template that Inductor would time. Code is generated for each number.
+            The results are compared within a bound, because a template adds in its own order.
         contract: Whether a float32 multiplication followed by an addition is one fused multiply-add, as ptxas may
             choose.
         approximate: Whether float32 divisions, exponentials and inverse roots have results that the approximate
@@ -73,9 +73,9 @@ def run_gpu_program(
         Outputs, gradients, operands of each GEMM, and all differences from the reference.
 
     Raises:
-        ValueError: An argument isn't one of those above, or the GPU's GEMM would refuse its operands.
+        ValueError: An argument isn't one of those above, or the GPU's GEMM does not support its operands.
         IndexError: A kernel accesses memory outside of its tensors.
-        RuntimeError: A kernel's result depends on the order of its programs, or Triton refuses an operation.
+        RuntimeError: A kernel's result depends on the order of its programs, or Triton does not support an operation.
         NotImplementedError: The generated code does something that isn't known here.
         ModuleNotFoundError: Triton is not installed.
     """
@@ -112,11 +112,20 @@ def _settings(
     from fp8compile.testing.gpu.program.settings import Settings
 
     if not orders or not set(orders) <= set(ORDERS):
-        raise ValueError(f"run_gpu_program: orders are {orders!r}; they are of {', '.join(ORDERS)}.")
+        raise ValueError(
+            f"run_gpu_program: `orders` is {orders!r}; it must be a tuple of one or more of "
+            f"{', '.join(map(repr, ORDERS))}."
+        )
     if isinstance(configurations, str) and configurations not in ("largest", "all"):
-        raise ValueError(f"run_gpu_program: configurations is {configurations!r}; it is 'largest', 'all' or numbers.")
+        raise ValueError(
+            f"run_gpu_program: `configurations` is {configurations!r}; it must be 'largest', 'all' or a sequence of "
+            "configuration indices, such as (0, 2)."
+        )
     if isinstance(templates, str) and templates != "all":
-        raise ValueError(f"run_gpu_program: templates is {templates!r}; it is 'all' or numbers.")
+        raise ValueError(
+            f"run_gpu_program: `templates` is {templates!r}; it must be 'all' or a sequence of template indices, such "
+            "as (0, 2)."
+        )
     named = {"largest": None, "all": ()}
     gpu = gpu_called(arch)
     check_is_nvidia(gpu, "run_gpu_program")

@@ -82,9 +82,12 @@ def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], sca
         AssertionError: Triton does not compile the product for the GPU.
     """
     if capability is None:
-        raise NotImplementedError("run_gpu_program: tl.dot_scaled is of a GPU, and none is given here.")
+        raise NotImplementedError(
+            "run_gpu_program: tl.dot_scaled requires the compute capability of a GPU, but none was passed. Pass one "
+            "to Arithmetic, such as capability=(10, 0)."
+        )
     on = f"on compute capability {'.'.join(map(str, capability))}"
-    assert capability >= (8, 9), f"tl.dot_scaled {on}; it is known from 8.9 on"
+    assert capability >= (8, 9), f"tl.dot_scaled {on}, but is supported from 8.9 on"
     four = [each == "E2M1" for each in formats]
     is_small = all(each in ("E2M1", "E4M3", "E5M2") for each in formats) and None not in scales
     by_block = capability[0] in (10, 11) or capability == (12, 0) or (capability[0] == 12 and VERSION >= ALL_OF_12)

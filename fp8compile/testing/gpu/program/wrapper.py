@@ -34,7 +34,7 @@ from fp8compile.testing.gpu.program.nan_origin import NanSearch
 from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
 from fp8compile.testing.gpu.program.products import Products, is_product
 from fp8compile.testing.gpu.program.settings import Settings, Way
-from fp8compile.testing.gpu.schedule import Schedule
+from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
 
 __all__ = ["KernelLaunch", "Program"]
 
@@ -77,7 +77,8 @@ class _Kernels:
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(
-            f"run_gpu_program: generated code asks for async_compile.{name}, which is not known."
+            f"run_gpu_program: generated code calls async_compile.{name}, which the simulation does not support. Test "
+            "this model on a GPU."
         )
 
 
@@ -98,7 +99,10 @@ class Kernel:
     def run(self, *args: Any, stream: Any, **kwargs: Any) -> None:
         """Run the kernel on CPU tensors, as the wrapper calls it; ``stream`` is ignored."""
         if kwargs:
-            raise NotImplementedError(f"run_gpu_program: {self._name} is launched with {', '.join(kwargs)}.")
+            raise NotImplementedError(
+                f"run_gpu_program: {self._name} is launched with the arguments {', '.join(kwargs)}, which the "
+                "simulation does not support. Test this model on a GPU."
+            )
         tuner, program = self._tuner, self._program
         declared = {name for name, kind in tuner.fn.fn.__annotations__.items() if "constexpr" in str(kind)}
         constants = {name: value for name, value in tuner.triton_meta["constants"].items() if name in declared}
@@ -112,8 +116,12 @@ class Kernel:
         given = {name: value for name, value in given.items() if name in tuner.fn.arg_names} | constants
         kinds = tuner.triton_meta["signature"]
         given = {name: _as_kind(value, kinds.get(name, "")) for name, value in given.items()}
+        # generated code passes -1 for a pointer that is None, because it is a constant of the compiled kernel
+        given |= {name: None for name, value in tuner.triton_meta["constants"].items() if value is None}
         program.interpreter.launch(self._name, tuner.fn.fn, grid, given | blocks)
         program.keep(args)
+        if (launch := program.current).kind == "gemm":
+            program.products.launched(launch.op, given)
         program.launches.append(KernelLaunch(self._name, tuple(grid), blocks, len(tuner.configs)))
 
     def _grids(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -143,8 +151,9 @@ class _Dispatch(TorchDispatchMode):
     ) -> Any:
         if isinstance(op, torch._ops.HigherOrderOperator):
             raise NotImplementedError(
-                f"run_gpu_program: generated code calls {op}, which is not known here. PyTorch 2.15 calls "
-                "run_and_save_rng_state where a checkpointed part draws random numbers."
+                f"run_gpu_program: generated code calls {op}, which is not supported. PyTorch 2.15 calls "
+                "run_and_save_rng_state if a checkpointed region draws random numbers. Omit dropout in checkpointed "
+                "regions."
             )
         namespace, _, name = op._schema.name.partition("::")
         if namespace == "_c10d_functional":
@@ -156,7 +165,8 @@ class _Dispatch(TorchDispatchMode):
                 return own(*args, **(kwargs or {}))
         if namespace not in KNOWN:
             raise NotImplementedError(
-                f"run_gpu_program: generated code calls {op}; what a GPU would run is not known."
+                f"run_gpu_program: generated code calls {op}, whose GPU kernel is unknown to the simulation. Test "
+                "this model on a GPU."
             )
         result = op(*args, **(kwargs or {}))
         if name.startswith(("empty", "new_empty")):
@@ -193,7 +203,7 @@ class Program:
         self.folder: str = folder
         self.products: Products = Products(settings.gpu, nans)
         self.of_templates: dict[str, Tensor] = {}
-        self._generated = [each for each in found.launches if each.kind == "triton"]
+        self._generated = [each for each in found.launches if each.arguments]  # calls of operators have none here
         self.launches: list[KernelLaunch] = []
         self.library_calls: list[str] = []
         self.configurations = 1
@@ -216,13 +226,18 @@ class Program:
         """Whether a kernel of the program is one of Inductor's templates."""
         return any(launch.is_template for launch in self._generated)
 
+    @property
+    def current(self) -> ScheduledLaunch:
+        """The launch of a Triton kernel that runs now."""
+        return self._generated[len(self.launches)]
+
     def keep(self, args: Sequence[Any]) -> None:
         """Copy a template's results after its launch, to compare them with bounds later.
 
         Args:
             args: The arguments of the launch; templates write to some of them.
         """
-        for name, arg in zip(self._generated[len(self.launches)].arguments, args, strict=False):
+        for name, arg in zip(self.current.arguments, args, strict=False):
             if name in self.found.of_templates:
                 with _disable_current_modes():
                     self.of_templates[name] = arg.clone()

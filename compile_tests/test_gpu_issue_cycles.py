@@ -1,0 +1,78 @@
+"""Kernels limited by memory issue few enough instructions to reach the GPU's bandwidth; GEMMs do not spill.
+
+The ratio finds slow kernels without a GPU: see `fp8compile.testing.explain.issue_cycles`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fp8compile as f8
+
+pytest.importorskip("triton", reason="needs Triton: it compiles to PTX, and brings ptxas")
+
+from benchmarks.experts import experts_arguments, feed_forward
+from benchmarks.gpu_resources import BLOCKS
+from fp8compile.testing.explain.issue_cycles import MOST, issue_cycles
+from fp8compile.testing.gpu.compiled import compiled_kernels
+from fp8compile.testing.gpu.gpus import GPUS
+from fp8compile.testing.gpu.graphs import gpu_graphs
+from fp8compile.testing.gpu.schedule import schedule
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
+)
+# why a kernel's ratio on an H200 may be this large
+EXCEPTIONS = {
+    "groups_both_kernel": (1.5, "each scale is computed by the 8 to 16 threads that use it"),
+    "both_kernel": (1.4, "as groups_both_kernel"),
+}
+CASES = [
+    ("h200", "experts", "rowwise"),
+    ("h200", "experts", "blockwise"),
+    ("h200", "feed-forward", "rowwise"),
+    ("h200", "feed-forward", "blockwise"),
+    ("rtx5090", "experts", "rowwise"),
+    ("rtx5090", "experts", "blockwise"),
+]
+NUMBER = re.compile(r"_\d+$")
+
+
+def block_of(block, recipe):
+    if block != "experts":
+        return BLOCKS[block](recipe)
+    return partial(feed_forward, recipe=f8.recipes.by_name(recipe)), experts_arguments(65536, 2048, 768, 128)
+
+
+def own_kernels(arch, block, recipe):
+    """Names and counts of the kernels of this package that a step launches."""
+    gpu = GPUS[arch]
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        graphs = gpu_graphs(*block_of(block, recipe), gpu)
+        schedules = [schedule(graph, gpu) for graph in graphs]
+    torch._dynamo.reset()
+    for found in schedules:
+        for compiled in compiled_kernels(found.source, gpu, most=1):
+            if not compiled.name.startswith("triton_"):
+                yield NUMBER.sub("", compiled.name), issue_cycles(compiled, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_kernels_reach_the_bandwidth_by_the_instructions_that_they_issue(case):
+    arch, *block = case
+    found = list(own_kernels(arch, *block))
+    assert found
+    assert not any(counts.spills_in_loop for _, counts in found), found
+    moving = [(name, counts) for name, counts in found if not counts.has_tensor_cores]
+    limits = {name: limit for name, (limit, _) in EXCEPTIONS.items()} if arch == "h200" else {}
+    slow = [counts for name, counts in moving if counts.ratio > limits.get(name, MOST)]
+    assert not slow, "\n".join(map(str, slow))
+    names = {name for name, counts in moving if counts.ratio > MOST}
+    assert names == {name for name, _ in moving} & limits.keys(), "an exception that is none any more"

@@ -1,0 +1,1 @@
+"""Functions that change a whole model: convert and revert, recipes, calibration."""

@@ -1,0 +1,1 @@
+"""Which modules of a model can be converted, and by which recipe each."""

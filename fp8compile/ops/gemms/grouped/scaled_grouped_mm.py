@@ -1,0 +1,133 @@
+"""fp8compile::scaled_grouped_mm: products of quantized tensors, group by group.
+
+    b is (E, N, K)    y_RN  = a_RK @ b_e,NK^T    each row of a times the matrix of its group
+    b is (K, C)       d_eNK = a_NC @ b_KC^T      sums over the tokens of each group
+
+Subscripts are sizes: R rows in E groups e, C tokens after padding. Rows after the last group, and the product of a
+group without tokens, are zeros in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8compile import inductor
+from fp8compile._compat import OpOverload
+from fp8compile.layout.quantized import Quantized
+from fp8compile.ops import samples
+from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE, every_row
+from fp8compile.ops.gemms.grouped.interface import GroupedGemm, product_shape
+from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
+from fp8compile.ops.gemms.scaled_mm import as_sides, outer_scales_of
+from fp8compile.ops.groups.export_masks import OF_BACKWARD
+from fp8compile.ops.groups.padding import padded_length
+from fp8compile.ops.registry import register_op
+from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, transposed
+
+__all__ = ["multiply_groups", "scaled_grouped_mm"]
+
+
+def _gemm(
+    a: Tensor, b: Tensor, a_quantizer: Quantizer, b_quantizer: Quantizer, out_dtype: torch.dtype, config: GemmConfig
+) -> GroupedGemm:
+    pair = (a_quantizer, transposed(b_quantizer)) if b.ndim == 3 else (transposed(a_quantizer), b_quantizer)
+    return selected_grouped_gemm(*pair, a.device, out_dtype, config)
+
+
+def _kernel(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    a_quantizer: Quantizer,
+    b_quantizer: Quantizer,
+    out_dtype: torch.dtype,
+    config: GemmConfig,
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
+) -> Tensor:
+    gemm = _gemm(a, b, a_quantizer, b_quantizer, out_dtype, config)
+    left, right = as_sides((a, b), (a_scale, b_scale), (a_quantizer, b_quantizer), (a_outer_scale, b_outer_scale))
+    run = gemm.rows if b.ndim == 3 else gemm.outer
+    return run(left, right, offsets, out_dtype, config).contiguous()
+
+
+def _fake(*args: Any) -> Tensor:
+    a, b, _, _, offsets, _, _, out_dtype, *_ = args
+    return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
+
+
+def _decompose(*args: Any) -> Tensor:
+    a, b, _, _, _, *how = args[:9]
+    # an opaque GEMM stays one call, because it reads the sizes of the groups
+    return NotImplemented if _gemm(a, b, *how).is_opaque else _kernel(*args)
+
+
+def _portable(*args: Any) -> Tensor:
+    a, b, a_scale, b_scale, offsets, *how = args[:9]
+    gemm = _gemm(a, b, *how)
+    if not gemm.is_opaque:
+        return _kernel(*args)
+    if gemm is not ONE_BY_ONE or b.ndim == 2:
+        why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads the number of rows of each group"
+        raise RuntimeError(f"decompositions: fp8compile::scaled_grouped_mm can't be decomposed: {why}.")
+    sides = as_sides((a, b), (a_scale, b_scale), tuple(how[:2]), args[9:] or (None, None))
+    left, right = sides
+    return every_row(left, right, offsets, *how[2:])
+
+
+def _quantized(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    multiplier = quantizer.multiplier(quantizer.amax(x))
+    return quantizer.cast(x, multiplier), quantizer.scale_of(multiplier)
+
+
+def _samples() -> Iterator[tuple[Any, ...]]:
+    last = torch.bfloat16, GemmConfig()
+    for offsets in samples.offsets_of_groups():
+        for block_a, block_b in ((1, -1), (1, -1)), ((1, 16), (16, 16)), ((-1, -1), (-1, -1)):
+            of_a, of_b = CurrentScaling(block=block_a), CurrentScaling(block=block_b)
+            a, a_scale = _quantized(torch.randn(12, 24), CurrentScaling(block=(1, block_a[1])))
+            b, b_scale = zip(*[_quantized(each, of_b) for each in torch.randn(3, 20, 24)], strict=True)
+            yield a, torch.stack(b), a_scale, torch.stack(b_scale), offsets, of_a, of_b, *last
+        columns, of_tokens = padded_length(12, 3, 16), CurrentScaling(block=(-1, 1))
+        x, y = (torch.randint(0, 120, (features, columns), dtype=torch.uint8) for features in (20, 24))
+        yield x, y, torch.rand(3, 20), torch.rand(3, 24), offsets, of_tokens, of_tokens, *last
+    row, weight = CurrentScaling(block=(1, -1)), torch.zeros(3, 20, 24, dtype=torch.uint8)
+    no_rows = torch.empty(0, 24, dtype=torch.uint8), weight, torch.empty(0, 1), torch.ones(3, 20, 1)
+    yield *no_rows, offsets, row, row, *last  # the last offsets: all groups are empty
+    turned = torch.randint(0, 120, (24, 12), dtype=torch.uint8).t()
+    yield (
+        turned,
+        weight.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.ones(12, 1),
+        no_rows[3],
+        offsets,
+        row,
+        row,
+        *last,
+    )
+
+
+scaled_grouped_mm: OpOverload = register_op(
+    "fp8compile::scaled_grouped_mm",
+    _kernel,
+    fake=_fake,
+    backward=None,
+    decompose=_decompose,
+    portable=_portable,
+    sharding=None,
+    samples=_samples,
+)
+inductor.register_fallback(scaled_grouped_mm)
+
+
+def multiply_groups(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, config: GemmConfig) -> Tensor:
+    """Call the op `scaled_grouped_mm` with the codes and scales of two `Quantized` operands."""
+    outer = outer_scales_of(a, b)
+    how = a.quantizer, b.quantizer, out_dtype, config
+    return scaled_grouped_mm(a.codes, b.codes, a.scale, b.scale, offsets, *how, *outer)
