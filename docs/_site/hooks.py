@@ -22,8 +22,10 @@ __all__ = ["expanded", "on_config", "on_files", "on_page_markdown", "outside"]
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/**/*.md")
-ASIDE = ("results/", "decisions/", "architecture.md", "contributing.md", "changelog.md", "testing.md", "benchmarks.md")
-FOUND_LAST = {"boost": 0.1}  # in a search
+NOT_SEARCHED = ("results/", "decisions/")  # generated tables, and reasons of the past
+SEARCHED = ("results/support.md", "results/h200.md")
+FIRST = ("fsdp.md", "integrations/transformers.md")  # before other pages with "FSDP" or "Hugging Face" in their titles
+FOR_CONTRIBUTORS = ("architecture.md", "contributing.md", "changelog.md", "testing.md", "benchmarks.md", "upstream.md")
 PLACE = "<!-- names of the module -->"  # in a page of the reference
 
 
@@ -117,8 +119,14 @@ def _reference(root: Path) -> Any:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill in a page of the reference; turn links to files of the repository into links to their pages, or text."""
     root = _root(config)
-    if page.file.src_uri.startswith(ASIDE) and page.file.src_uri != "results/support.md":
-        page.meta["search"] = FOUND_LAST  # those who change the package read these
+    if page.file.src_uri.startswith(NOT_SEARCHED) and page.file.src_uri not in SEARCHED:
+        page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri in FIRST:
+        page.meta["search"] = {"boost": 2}
+    elif page.file.src_uri in FOR_CONTRIBUTORS:
+        page.meta["search"] = {"boost": 0.1}
+    elif page.file.src_uri.startswith("reference/"):
+        page.meta["search"] = {"boost": 0.3}  # guides come first
     if PLACE in markdown:
         return markdown.replace(PLACE, _reference(root).markdown(page.file.src_uri))
     places = {path.relative_to(root).as_posix(): place for place, path in outside(root).items()}

@@ -30,7 +30,6 @@ MODULES = {
     "reference/export.md": "fp8compile.export",
     "reference/ops.md": "fp8compile.ops",
 }
-LAYER = re.compile(r"(\w*?)(linear|grad_input|grad_weight|grad_weight_of_codes|kept_input)$")
 
 
 def names_of(module: str) -> list[str]:
@@ -50,31 +49,13 @@ def _first_sentence(doc: str | None) -> str:
 def _operator_words(op: Any) -> str:
     """What an operator is: its kernel's docstring, else what the head of its file says of it."""
     from fp8compile.ops import OPS
-    from fp8compile.ops.layer import layer_ops
 
-    if op in layer_ops.OPS_OF_LAYERS.values() or LAYER.fullmatch(op._opname):
-        return _layer_words(op._opname, layer_ops.__doc__)
     kernel = OPS[op._schema.name].impl
     head = importlib.import_module(kernel.__module__).__doc__ or ""
     own = re.search(rf"^ *{op._opname}  +(.+?)(?=\n\n|\n *\w+  |\Z)", head, re.MULTILINE | re.DOTALL)
     words = _first_paragraph(kernel.__doc__ or (own and own.group(1)) or head)
     words = re.sub(r"^fp8compile::[^:]*: ", "", words)  # a file's head begins with the names of its operators
     return f"{words[0].upper()}{words[1:]}"
-
-
-def _layer_words(name: str, table: str) -> str:
-    start, product = LAYER.fullmatch(name).groups()
-    if product in ("kept_input", "grad_weight_of_codes"):
-        start = ""
-    words = re.search(rf"^ +{start}linear  +(.+)$", table, re.MULTILINE).group(1)
-    kinds = {
-        "linear": "A linear layer",
-        "grad_input": "The gradient of the input of a linear layer",
-        "grad_weight": "The gradient of the weight of a linear layer",
-        "kept_input": "Codes of the input that a linear layer keeps for grad_weight in its place",
-        "grad_weight_of_codes": "The gradient of the weight of a linear layer, from codes that it kept",
-    }
-    return f"{kinds[product]}: {words}."
 
 
 def _is_operator(value: Any) -> bool:
