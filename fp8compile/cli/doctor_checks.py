@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ["run_checks"]
 
 log: logging.Logger = logging.getLogger(__name__)
+REINSTALL = ". Reinstall fp8compile in a new environment; if this remains, please report it."
 
 
 def _every_op_is_registered() -> str:
@@ -21,13 +22,12 @@ def _every_op_is_registered() -> str:
     missing = known ^ {name for name in OPS if name.startswith(prefix)}  # OPS has ops of other libraries too
     if missing:
         raise RuntimeError(
-            "these operators are registered in only one of PyTorch and fp8compile.ops.OPS: "
-            f"{', '.join(sorted(missing))}"
+            f"{', '.join(sorted(missing))}: registered in PyTorch or in fp8compile.ops.OPS, but not in both{REINSTALL}"
         )
     for name in sorted(known):
         for key in ("CompositeExplicitAutograd", "Autograd"):
             if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
-                raise RuntimeError(f"{name} has no {key} kernel")
+                raise RuntimeError(f"the op {name} has no {key} kernel{REINSTALL}")
     return f"{len(known)} ops with a kernel and a derivative rule"
 
 
@@ -40,7 +40,7 @@ def _inductor_sees_through() -> str:
     wanted = [op for op in OPS.values() if op.decompose is not None]
     for op in wanted:
         if op.overload not in table:
-            raise RuntimeError(f"{op.name} is not in Inductor's decomposition table")
+            raise RuntimeError(f"{op.name} is not in Inductor's decomposition table{REINSTALL}")
     return f"{len(wanted)} decompositions in Inductor's table"
 
 
@@ -52,7 +52,9 @@ def _quantizers_are_constants() -> str:
 
     for cls in (CurrentScaling, Recipe):
         if not is_constant_type(cls):
-            raise RuntimeError(f"{cls.__name__} is not registered as a constant of graphs with {torch.__version__}")
+            raise RuntimeError(
+                f"PyTorch {torch.__version__} does not accept {cls.__name__} as a constant of graphs{REINSTALL}"
+            )
     return "quantizers and recipes are constants of graphs"
 
 
@@ -93,7 +95,9 @@ def _compiled(backend: str) -> str:
         ("output", "grad_input", "grad_weight", "grad_bias"), compiled, step(layer), strict=True
     ):
         if not torch.equal(got, expected):
-            raise RuntimeError(f"{name} of a compiled layer differs from eager mode")
+            raise RuntimeError(
+                f"{name} of a layer compiled with backend={backend!r} differs from eager mode. Please report this."
+            )
     return "one graph, the same bits as eager mode, forward and backward"
 
 

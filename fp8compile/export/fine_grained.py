@@ -36,8 +36,8 @@ def _read(stored: Mapping[str, Tensor]) -> Tensor:
     rows, columns = (-(-size // BLOCK) for size in codes.shape)
     if scale.shape != (rows, columns):
         raise ValueError(
-            f"the scales of a matrix of shape {tuple(codes.shape)} have shape {tuple(scale.shape)}; with blocks of "
-            f"{BLOCK} x {BLOCK} it must be {(rows, columns)}."
+            f"weight_scale_inv of a weight of shape {tuple(codes.shape)} has shape {tuple(scale.shape)}; with blocks "
+            f"of {BLOCK} x {BLOCK} it must be {(rows, columns)}. Only checkpoints with these blocks can be loaded."
         )
     spread = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return codes * spread[: codes.shape[0], : codes.shape[1]]

@@ -50,8 +50,9 @@ def agreed(matrices: Mapping[str, int], how: Mapping[str, Any]) -> dict[str, int
         for name, count in own.items():
             if union.setdefault(name, count) != count:
                 raise ValueError(
-                    f"Monitor: {name} has {union[name]} matrices on one rank, but {count} on rank {rank}. All ranks "
-                    "must have the same number of matrices in each layer."
+                    f"Monitor: layer {name} has {count} expert matrices on rank {rank}, but {union[name]} on another "
+                    "rank, so their statistics can't be reduced together. Build the same model on all ranks, with "
+                    "the same number of experts per rank."
                 )
     return union
 

@@ -295,7 +295,7 @@ def _no_backward(name: str) -> Callable[..., Any]:
         if not name.startswith("fp8compile::"):
             raise RuntimeError(f"{name} has no derivative: it was registered with backward=None. Detach its inputs.")
         raise RuntimeError(
-            f"{name} has no derivative. Among the ops with GEMMs, only fp8compile::linear and grouped_linear are "
+            f"{name} has no derivative. Among the ops with GEMMs, only fp8compile::linear and delayed_linear are "
             "differentiable, and only once. Compute second derivatives with the unconverted model (fp8compile.revert)."
         )
 
@@ -360,8 +360,11 @@ def _portable(op: Op) -> Callable[..., Any]:
     def taken_apart(*args: Any) -> Any:
         found = NotImplemented if op.portable is not None else (op.decompose or op.impl)(*args)
         if found is NotImplemented:
-            why = op.portable or f"its decomposition does not support these arguments or the device {_device(args)}"
-            raise RuntimeError(f"decompositions: {op.name} can't be decomposed into PyTorch operators: {why}.")
+            why = op.portable or (
+                f"its decompose or portable does not support these arguments on {_device(args)}. Register portable= "
+                "code that does, or load the program where this operator is installed, without decompositions"
+            )
+            raise RuntimeError(f"decompositions: {op.name} can't be decomposed: {why}.")
         return found
 
     return taken_apart

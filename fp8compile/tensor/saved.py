@@ -82,7 +82,8 @@ def load_stack(codes: Tensor, *parts: Any) -> QuantizedParameter:
     ``codes`` and ``parts`` are the arguments of `_parameter` after the first; see `load_parameter`.
     """
     if not isinstance(codes, Tensor) or codes.ndim != 3:
-        raise ValueError("load: the quantized weights of experts must be a stack of matrices, with three dims.")
+        got = f"shape {tuple(codes.shape)}" if isinstance(codes, Tensor) else type(codes).__name__
+        raise ValueError(f"load: the file has codes of expert weights with {got}; they must be a tensor of three dims.")
     return _parameter(codes.shape[0], codes, *parts)
 
 

@@ -15,7 +15,7 @@ import fp8compile as f8
 
 RECIPE = f8.recipes.rowwise()
 ROOT = Path(__file__).parents[2]
-ONCE = "has no derivative. Among the ops with GEMMs, only fp8compile::linear and grouped_linear are differentiable"
+ONCE = "has no derivative. Among the ops with GEMMs, only fp8compile::linear and delayed_linear are differentiable"
 
 
 def square_of_linear(weight):

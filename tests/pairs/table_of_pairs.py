@@ -66,7 +66,7 @@ class Refusal:
 REFUSED = (
     Refusal(("experts",), ("delayed",), "delayed scaling", "an expert without tokens has no amax of the steps before"),
     Refusal(
-        ("sequence parallel", "odd"), FOUR, "transforms tokens in groups of 16", "a transform of 16 tokens is not cut"
+        ("sequence parallel", "odd"), FOUR, "applies to groups of 16 tokens", "a transform of 16 tokens is not cut"
     ),
     Refusal(
         ("expert parallel", "compiled"),  # where the layer is traced before rows are sent

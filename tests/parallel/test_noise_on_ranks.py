@@ -155,7 +155,7 @@ def refusal_of_tokens():
 
 def test_tokens_that_cannot_be_transformed_on_ranks_are_refused(ranks):
     for said in ranks.run(refusal_of_tokens):
-        assert "transforms tokens in groups of 16, but this rank has 36 of 36" in said
+        assert "applies to groups of 16 tokens, but this rank has a shard of 36 of 36" in said
         assert "nvfp4(hadamard=())" in said
 
 
@@ -185,7 +185,7 @@ def test_ranks_refuse_together_what_one_of_them_cannot_transform(rank):
     """If only the rank with 17 tokens raised, the other one would wait for its amaxes."""
     cut = DimSharding(None, rank, 0, (32, 17))
     part = Plain(torch.ones(cut.length, 8), TensorLayout((cut,)))
-    with pytest.raises(ValueError, match=f"transforms tokens in groups of 16, but this rank has {cut.length} of 49"):
+    with pytest.raises(ValueError, match=f"applies to groups of 16 tokens, but this rank has a shard of {cut.length} of 49"):
         quantize_part(part, RECIPES["nvfp4"].input_for_grad_weight)
 
 

@@ -185,8 +185,8 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
                 raise ValueError(f"calibrate: run never called {names[layer]}. It must call all layers.")
             if not (amaxes[layer] > 0) or not amaxes[layer].isfinite():
                 raise ValueError(
-                    f"calibrate: the amax of the inputs of {names[layer]} must be positive and finite, "
-                    f"got {amaxes[layer].item()}."
+                    f"calibrate: the amax of the inputs of {names[layer]} is {amaxes[layer].item()}; it must be "
+                    "positive and finite. Run batches whose activations are not all zero, and have no NaN or infinity."
                 )
     with torch.no_grad():
         for layer, recipe in layers.items():

@@ -136,8 +136,9 @@ def _check_shared(
         )
     if len(users) > 1 and weight.ndim == 3:
         raise ValueError(
-            f"{function}: {', '.join(names[each] for each in users)} share the weights of their experts. Exclude "
-            "them with the filter."
+            f"{function}: {' and '.join(names[each] for each in users)} use the same expert weights, but quantized "
+            "parameters of experts can't be shared between modules. Exclude these modules with the filter of "
+            "fp8compile.convert, such as filter='!layers.0.experts'."
         )
     if len(users) > 1 and isinstance(recipe.weight, DelayedScaling):
         raise ValueError(

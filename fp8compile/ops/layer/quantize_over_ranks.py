@@ -138,9 +138,9 @@ def _check_transform(part: Plain, quantizer: Quantizer) -> None:
     side = _sides(part, quantizer)[0 if tokens else 1]
     if side.kind == "split" or not _compat.statically_true(side.total % group == 0):  # same answer on all ranks
         raise ValueError(
-            f"a sharded layer transforms {'tokens' if tokens else 'features'} in groups of {group}, but this rank "
-            f"has {side.length} of {side.total}. Shard in multiples of {group}, or use a recipe without a "
-            "transform, such as fp8compile.recipes.nvfp4(hadamard=())."
+            f"the transform of {quantizer!r} applies to groups of {group} {'tokens' if tokens else 'features'}, but "
+            f"this rank has a shard of {side.length} of {side.total}. Shard in multiples of {group}, or use a recipe "
+            "without a transform, such as fp8compile.recipes.nvfp4(hadamard=())."
         )
 
 

@@ -74,7 +74,8 @@ def messages(graph: GpuGraph, *, backward: bool) -> Iterator[Message]:
         op = node.target._opname
         if op not in PASSES:
             raise ValueError(
-                f"the number of bytes that {node.target} sends is unknown; known collectives are {', '.join(PASSES)}."
+                f"the graph has the collective {node.target}, whose bytes can't be counted; supported collectives are "
+                f"{', '.join(PASSES)}. Use one of these, or leave the part with {op} out of the measured model."
             )
         ranks = dist.get_process_group_ranks(_resolve_process_group(node.args[-1]))
         given, made = _tensors(node.args), _tensors(node)

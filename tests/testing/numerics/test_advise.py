@@ -308,7 +308,7 @@ def test_converted_and_compiled_models_are_refused():
     one.blocks[0].compile()
     with pytest.raises(TypeError, match=r"blocks.0 is compiled"):
         f8.advise(one, batch())
-    with pytest.raises(ValueError, match="no layer to measure: excluded by the filter"):
+    with pytest.raises(ValueError, match="no layer can be measured, because excluded by the filter"):
         f8.advise(model(), batch(), filter=lambda module, fqn: False)
     with pytest.raises(TypeError, match="does not require grad"):
         f8.advise(copy.deepcopy(model()).requires_grad_(requires_grad=False), batch())

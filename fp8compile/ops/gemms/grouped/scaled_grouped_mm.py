@@ -74,7 +74,7 @@ def _portable(*args: Any) -> Tensor:
     if not gemm.is_opaque:
         return _kernel(*args)
     if gemm is not ONE_BY_ONE or b.ndim == 2:
-        why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads the number of rows of each group"
+        why = OF_BACKWARD if b.ndim == 2 else f"the GEMM {gemm.name} reads the sizes of groups. Export on a CPU"
         raise RuntimeError(f"decompositions: fp8compile::scaled_grouped_mm can't be decomposed: {why}.")
     sides = as_sides((a, b), (a_scale, b_scale), tuple(how[:2]), args[9:] or (None, None))
     left, right = sides
