@@ -6,6 +6,7 @@ success. A crash by a signal is not caught, but its exit code is above 128 and c
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,8 @@ __all__ = ["running"]
 
 # Functions that end or replace a process at once, without an exception; all of os.exec* call the last two.
 AT_ONCE = ("_exit", "execv", "execve")
+# PyTorch 2.15 logs the traceback of an error in a fake kernel, besides raising it.
+ALSO_LOGGED = "torch._subclasses.fake_tensor"
 
 
 class _EndedAtOnce(BaseException):
@@ -62,6 +65,7 @@ def running(what: str) -> Iterator[None]:
     with ExitStack() as stack:
         for name in AT_ONCE:
             stack.enter_context(mock.patch.object(os, name, _raising(name)))
+        stack.enter_context(mock.patch.object(logging.getLogger(ALSO_LOGGED), "disabled", new=True))
         try:
             yield
         except (UserError, KeyboardInterrupt):

@@ -83,7 +83,7 @@ def load_stack(codes: Tensor, *parts: Any) -> QuantizedParameter:
     """
     if not isinstance(codes, Tensor) or codes.ndim != 3:
         got = f"shape {tuple(codes.shape)}" if isinstance(codes, Tensor) else type(codes).__name__
-        raise ValueError(f"load: the file has codes of expert weights with {got}; they must be a tensor of three dims.")
+        raise ValueError(f"load: the file has codes of expert weights with {got}; they must have three dims.")
     return _parameter(codes.shape[0], codes, *parts)
 
 

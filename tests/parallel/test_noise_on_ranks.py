@@ -185,7 +185,7 @@ def test_ranks_refuse_together_what_one_of_them_cannot_transform(rank):
     """If only the rank with 17 tokens raised, the other one would wait for its amaxes."""
     cut = DimSharding(None, rank, 0, (32, 17))
     part = Plain(torch.ones(cut.length, 8), TensorLayout((cut,)))
-    with pytest.raises(ValueError, match=f"applies to groups of 16 tokens, but this rank has a shard of {cut.length} of 49"):
+    with pytest.raises(ValueError, match=f"groups of 16 tokens, but this rank has a shard of {cut.length} of 49"):
         quantize_part(part, RECIPES["nvfp4"].input_for_grad_weight)
 
 

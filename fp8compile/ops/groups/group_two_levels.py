@@ -78,7 +78,7 @@ def _kernel(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool
 def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize all groups at once in exported programs, which can't read sizes of groups on the host."""
     if along_tokens or type(quantizer) is not TwoLevelScaling or quantizer.rounding != "nearest":
-        why = OF_BACKWARD if along_tokens else f"{quantizer!r} is not a TwoLevelScaling with rounding='nearest'. Use one"
+        why = OF_BACKWARD if along_tokens else f"{quantizer!r} is no TwoLevelScaling with rounding='nearest'. Use one"
         raise RuntimeError(f"decompositions: fp8compile::group_two_levels can't be decomposed: {why}.")
     block = quantizer.block[0]
     amax = PYTHON_OF_STEPS.amax(x, quantizer)

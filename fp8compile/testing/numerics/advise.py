@@ -236,8 +236,8 @@ def advise_call(
     if not found:
         reasons = "; ".join(sorted(set(left_out.values())))
         raise ValueError(
-            f"advise: no layer can be measured, because {reasons}. Pass a model with nn.Linear layers that its forward "
-            "calls, and a filter that does not exclude all of them."
+            f"advise: no layer can be measured, because {reasons}. Pass a model with nn.Linear layers that its "
+            "forward calls, and a filter that does not exclude all of them."
         )
     (kind, value), *_ = budget.items()
     taken = [_fastest(layer, value) for layer in found] if kind == "sqnr" else _within(found, value)
