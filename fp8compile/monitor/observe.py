@@ -32,14 +32,14 @@ from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.inductor_hints import after
 from fp8compile.ops.layer.known import Known
 from fp8compile.ops.layer.layer_args import LayerArgs, part_of_tokens
+from fp8compile.ops.layer.layer_ops import register_layer_op
 from fp8compile.ops.layer.layer_sharding import LayerSharding
 from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Phase
 from fp8compile.ops.layer.samples import observe_samples
-from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
-__all__ = ["Observer", "beside_output", "is_here", "observe", "observe_gradient", "observed", "totals_of_op"]
+__all__ = ["Observer", "beside_output", "is_here", "observe", "observe_gradient", "totals_of_op"]
 
 FORWARD_SLOTS = (*TENSORS["input"], *TENSORS["weight"])
 
@@ -196,28 +196,20 @@ def beside_output(y: Tensor, rows: Tensor, offs: Tensor | None, phase: Phase) ->
 # ---------------------------------------------------------------------------------- the backward's op
 
 
-def _observe_gradient(
+def _of_gradient(
+    phase: Phase,
     grad_output: Tensor,
     x: Tensor | None,
     weight: Tensor | None,
     first: int,
     later: bool,
     totals: str,
-    offs: Tensor | None,
-    known: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    sharding: LayerSharding,
-    recipe: Recipe,
+    args: LayerArgs,
+    /,
+    seen: Seen | None = None,
 ) -> Tensor:
-    args, tensors = LayerArgs.of(offs, known, sizes, sharding, recipe), (grad_output, x, weight)
-    return observed(Phase.EAGER, tensors, args, totals, gradient=True, later=later)
-
-
-def _decompose_gradient(
-    grad_output: Tensor, x: Any, weight: Any, first: int, later: bool, totals: str, *args: Any
-) -> Tensor:
-    tensors, phase = (grad_output, x, weight), Phase.compiled(GRAD_INPUT)
-    return observed(phase, tensors, LayerArgs.of(*args), totals, gradient=True, later=later)
+    tensors = grad_output, x, weight
+    return observed(phase, tensors, args, totals, gradient=True, later=later, weight=seen)
 
 
 def _empty_gradient(
@@ -246,20 +238,15 @@ def _gradient_samples() -> Iterator[tuple[Any, ...]]:
         yield values, *own, *constants, offs, Known.last_set(known), *args
 
 
-observe_gradient: OpOverload = register_op(
-    "fp8compile::observe_gradient",
-    _observe_gradient,
-    fake=_empty_gradient,
-    decompose=_decompose_gradient,
-    backward=None,
-    sharding=None,  # `fp8compile.monitor.on_dtensors` handles DTensors
-    samples=_gradient_samples,
+observe_gradient: OpOverload = register_layer_op(
+    "observe_gradient", GRAD_INPUT, _of_gradient, fake=_empty_gradient, backward=None, samples=_gradient_samples
 )
 
 # ---------------------------------------------------------------------------------- the forward's op
 
 
-def _observe(
+def _of_output(
+    phase: Phase,
     y: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -268,29 +255,11 @@ def _observe(
     first: int,
     later: bool,
     totals: str,
-    offs: Tensor | None,
-    known: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    sharding: LayerSharding,
-    recipe: Recipe,
+    args: LayerArgs,
+    /,
+    seen: Seen | None = None,
 ) -> tuple[Tensor, Tensor]:
-    args = LayerArgs.of(offs, known, sizes, sharding, recipe)
-    return observed(Phase.EAGER, (y, x, weight), args, totals, gradient=False, later=later)
-
-
-def _decompose(
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    sums: Tensor,
-    maxima: Tensor,
-    first: int,
-    later: bool,
-    totals: str,
-    *args: Any,
-) -> tuple[Tensor, Tensor]:
-    phase = Phase.compiled(OUTPUT)
-    return observed(phase, (y, x, weight), LayerArgs.of(*args), totals, gradient=False, later=later)
+    return observed(phase, (y, x, weight), args, totals, gradient=False, later=later, weight=seen)
 
 
 def _empty(y: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -336,14 +305,13 @@ def _output_samples() -> Iterator[tuple[Any, ...]]:
         yield values, x, weight, buffer.sums, buffer.maxima, *constants, *args
 
 
-observe: OpOverload = register_op(
-    "fp8compile::observe",
-    _observe,
+observe: OpOverload = register_layer_op(
+    "observe",
+    OUTPUT,
+    _of_output,
     fake=_empty,
-    decompose=_decompose,
     setup_context=_setup_context,
     backward=_backward,
-    sharding=None,
     samples=_output_samples,
     updates=("sums", "maxima"),
 )

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from fp8compile import _compat
-from fp8compile.monitor.observe import observe, observe_gradient, observed
+from fp8compile.monitor.observe import observe, observe_gradient
 from fp8compile.monitor.pieces import Seen
 from fp8compile.ops.layer.layer_args import LayerArgs
-from fp8compile.ops.layer.layer_ops import TAIL
+from fp8compile.ops.layer.layer_ops import COMPUTE, TAIL
 from fp8compile.ops.layer.operands import Phase
 from fp8compile.quantizers import GEMMS, Recipe
 from fp8compile.tensor.as_layer_weight import codes_for, is_served, unserved
@@ -20,15 +20,13 @@ __all__ = ["codes_seen"]
 
 def _observe(func: Any, *args: Any) -> Any:
     """Run a layer's statistics op on the codes and scales of its weight."""
-    *tensors, later, totals = args[:-TAIL]
-    layer, (first, x, weight, *_) = LayerArgs.of(*args[-TAIL:]), tensors
+    (first, x, weight, *others), layer = args[:-TAIL], LayerArgs.of(*args[-TAIL:])
     if not is_served(layer):
         raise TypeError(no_meaning(func, weight if has_codes(weight) else None))
-    gradient = func is observe_gradient
-    seen = None if gradient else codes_seen(weight, layer.recipe)  # the forward has counted the weight's codes
-    run = partial(observed, gradient=gradient, later=later, weight=seen)
+    gradient = func is observe_gradient  # the forward has counted the weight's codes
+    run = partial(COMPUTE[func], seen=None if gradient else codes_seen(weight, layer.recipe))
     own = first, x, None if gradient else weight
-    return _compat.as_kernel(run)(Phase.of(GEMMS[gradient], first), own, layer, totals)
+    return _compat.as_kernel(run)(Phase.of(GEMMS[gradient], first), *own, *others, layer)
 
 
 def codes_seen(weight: QuantizedTensor, recipe: Recipe) -> Seen:

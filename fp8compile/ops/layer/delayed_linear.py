@@ -9,7 +9,6 @@ amaxes to the state in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from fp8compile.ops.layer.delayed_scaling_state import (
 )
 from fp8compile.ops.layer.layer_args import LayerArgs
 from fp8compile.ops.layer.layer_ops import TAIL, empty_output, gradients, keep_operands, register_layer_op
-from fp8compile.ops.layer.layer_sharding import LayerSharding
 from fp8compile.ops.layer.operands import OUTPUT, Phase
 from fp8compile.quantizers import Recipe
 
@@ -58,26 +56,6 @@ def _compute(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_delayed(x, amax_history, multiplier, args.recipe)
     return gemms.delayed_output(phase, x, weight, bias, multiplier, amax_history, args, **given)
-
-
-def _kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activations_carrier: Tensor | None,
-    weight_carrier: Tensor | None,
-    amax_history: Tensor | None,
-    multiplier: Tensor,
-    amax_group: str | None,
-    offs: Tensor | None,
-    known: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    sharding: LayerSharding,
-    recipe: Recipe,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    args = LayerArgs.of(offs, known, sizes, sharding, recipe)
-    state = activations_carrier, weight_carrier, amax_history, multiplier, amax_group
-    return _compute(Phase.EAGER, x, weight, bias, *state, args)
 
 
 def _empty(x: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
@@ -134,7 +112,6 @@ def _backward(ctx: Any, grad_output: Tensor, *_: None) -> tuple[Tensor | None, .
 delayed_linear: OpOverload = register_layer_op(
     "delayed_linear",
     OUTPUT,
-    _kernel,
     _compute,
     fake=_empty,
     samples=samples.delayed_samples,

@@ -13,6 +13,7 @@ The arguments are operands first, then those that all ops share:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,37 +43,48 @@ __all__ = [
     "register_layer_op",
 ]
 
-TAIL = 5  # number of the last arguments, those of `LayerArgs`
 COMPUTE: dict[OpOverload, Callable[..., Any]] = {}  # of an op, from the phase, its operands, and `LayerArgs`
 
 
-def register_layer_op(
-    name: str, gemm: Gemm, impl: Callable[..., Any], compute: Callable[..., Any], **others: Any
-) -> OpOverload:
-    """Register the op ``name``; ``compute`` takes the phase, the operands, and `LayerArgs`."""
+def _tail(
+    offs: Tensor | None, known: Sequence[Tensor | None], sizes: Sequence[int], sharding: LayerSharding, recipe: Recipe
+) -> None:
+    """Declare the last arguments of all ops, those of `LayerArgs.of`, for their schemas."""
+
+
+TAIL_PARAMETERS = inspect.signature(_tail, eval_str=True).parameters.values()
+TAIL = len(TAIL_PARAMETERS)
+
+
+def _kernel(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the kernel of an op, whose signature is its schema: that of ``compute``, as `register_layer_op` says."""
+
+    def kernel(*args: Any) -> Any:
+        return compute(Phase.EAGER, *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
+
+    computed = inspect.signature(compute, eval_str=True)
+    operands = list(computed.parameters.values())[1 : list(computed.parameters).index("args")]
+    taken = [each.replace(kind=each.POSITIONAL_OR_KEYWORD) for each in (*operands, *TAIL_PARAMETERS)]
+    found: Any = kernel
+    found.__name__, found.__signature__ = name, computed.replace(parameters=taken)
+    found.__annotations__ = {each.name: each.annotation for each in taken} | {"return": computed.return_annotation}
+    return kernel
+
+
+def register_layer_op(name: str, gemm: Gemm, compute: Callable[..., Any], **others: Any) -> OpOverload:
+    """Register the op ``name``; ``compute`` takes the phase, the operands, and ``args``, which are `LayerArgs`."""
 
     def decompose(*args: Any) -> Any:
         return compute(Phase.compiled(gemm), *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
 
-    # `fp8compile.parallel.dtensor_layer` handles DTensors
-    op = register_op(f"fp8compile::{name}", impl, decompose=decompose, sharding=None, **others)
+    # `fp8compile.parallel.dtensor_layer` and `fp8compile.monitor.on_dtensors` handle DTensors
+    kernel = _kernel(name, compute)
+    op = register_op(f"fp8compile::{name}", kernel, decompose=decompose, sharding=None, **others)
     COMPUTE[op] = compute
     return op
 
 
 # ---------------------------------------------------------------------------------- gradients
-
-
-def _grad_input(
-    grad_output: Tensor,
-    weight: Tensor,
-    offs: Tensor | None,
-    known: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    sharding: LayerSharding,
-    recipe: Recipe,
-) -> Tensor:
-    return gemms.grad_input(Phase.EAGER, grad_output, weight, LayerArgs.of(offs, known, sizes, sharding, recipe))
 
 
 def _empty_grad_input(grad_output: Tensor, weight: Tensor, *tail: Any) -> Tensor:
@@ -86,26 +98,11 @@ def _empty_grad_input(grad_output: Tensor, weight: Tensor, *tail: Any) -> Tensor
 grad_input: OpOverload = register_layer_op(
     "grad_input",
     GRAD_INPUT,
-    _grad_input,
     gemms.grad_input,
     fake=_empty_grad_input,
     backward=None,
     samples=samples.grad_input_samples,
 )
-
-
-def _grad_weight(
-    grad_output: Tensor,
-    x: Tensor,
-    weight_dtype: torch.dtype,
-    offs: Tensor | None,
-    known: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    sharding: LayerSharding,
-    recipe: Recipe,
-) -> Tensor:
-    args = LayerArgs.of(offs, known, sizes, sharding, recipe)
-    return gemms.grad_weight(Phase.EAGER, grad_output, x, weight_dtype, args)
 
 
 def _empty_grad_weight(grad_output: Tensor, x: Tensor, dtype: torch.dtype, *tail: Any) -> Tensor:
@@ -117,7 +114,6 @@ def _empty_grad_weight(grad_output: Tensor, x: Tensor, dtype: torch.dtype, *tail
 grad_weight: OpOverload = register_layer_op(
     "grad_weight",
     GRAD_WEIGHT,
-    _grad_weight,
     gemms.grad_weight,
     fake=_empty_grad_weight,
     backward=None,
@@ -166,19 +162,6 @@ def gradients(
 # ---------------------------------------------------------------------------------- the output
 
 
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor | None,
-    known: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    sharding: LayerSharding,
-    recipe: Recipe,
-) -> Tensor:
-    return gemms.output(Phase.EAGER, x, weight, bias, LayerArgs.of(offs, known, sizes, sharding, recipe))
-
-
 def empty_output(x: Tensor, weight: Tensor, args: LayerArgs) -> Tensor:
     """Make an uninitialized tensor like the output."""
     sharding = args.sharding
@@ -209,7 +192,6 @@ def _prepare(needs_input_grad: Sequence[bool], args: Sequence[Any]) -> Sequence[
 linear: OpOverload = register_layer_op(
     "linear",
     OUTPUT,
-    _linear,
     gemms.output,
     fake=_empty_linear,
     samples=samples.linear_samples,

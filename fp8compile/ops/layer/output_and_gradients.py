@@ -103,13 +103,13 @@ def grad_input(phase: Phase, grad_output: Tensor, weight: Tensor, args: LayerArg
     return sharding.finish(product, layouts.input, grad_output.shape)
 
 
-def grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, dtype: torch.dtype, args: LayerArgs) -> Tensor:
-    """Compute the gradient of the weight from grad_output and the input; ``dtype`` is the weight's dtype."""
+def grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, weight_dtype: torch.dtype, args: LayerArgs) -> Tensor:
+    """Compute the gradient of the weight from grad_output and the input."""
     check_layer(args, GRAD_WEIGHT)
     layouts = args.layouts(x)
     parts = part_of_tokens(grad_output, layouts.output), part_of_tokens(x, layouts.input)
     product = multiply_parts(GRAD_WEIGHT, *parts, args.operands(phase)).local
-    return args.sharding.reduce_grad_weight(product, dtype, phase)
+    return args.sharding.reduce_grad_weight(product, weight_dtype, phase)
 
 
 # ---------------------------------------------------------------------------------- what a backward needs
