@@ -36,7 +36,10 @@ def _from_json(value: Any) -> Any:
         return value
     name = value.get(CLASS)
     if name not in CLASSES:
-        raise ValueError(f"a recipe in JSON has the class {name!r}; it must be one of {', '.join(CLASSES)}.")
+        raise ValueError(
+            f"a recipe in JSON has the class {name!r}; it must be one of {', '.join(CLASSES)}. Was it written by "
+            "another version of fp8compile?"
+        )
     given = {key: _from_json(each) for key, each in value.items() if key != CLASS}
     known = [each.name for each in fields(CLASSES[name])]
     if unknown := sorted(set(given) - set(known)):

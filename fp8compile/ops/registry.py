@@ -139,7 +139,7 @@ def _check_signatures(name: str, impl: Callable[..., Any], given: dict[str, Any]
     if named:
         raise TypeError(
             f"register_op: {name}: impl has the keyword-only parameters {', '.join(named)}, but all arguments "
-            "of an operator must be positional."
+            "of an operator must be positional. Remove the * before them."
         )
     if unknown := [each for each in given["updates"] if each not in parameters]:
         raise TypeError(

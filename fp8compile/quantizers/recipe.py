@@ -204,14 +204,14 @@ class Recipe(Constant):
             given = [getattr(self, slot) for slot in slots]
             if all(isinstance(quantizer, DelayedScaling) for quantizer in given) and given[0] != given[1]:
                 raise ValueError(
-                    f"Recipe: {tensor} has only one history, but {slots[0]} and {slots[1]} would use it "
-                    f"differently: {given[0]!r} and {given[1]!r}. Use the same DelayedScaling for both."
+                    f"Recipe: {tensor} has only one history of amaxes, but {slots[0]} and {slots[1]} have different "
+                    f"quantizers: {given[0]!r} and {given[1]!r}. Use the same DelayedScaling for both."
                 )
         kinds = sorted({(q.history, q.algorithm) for q in self.delayed() if q is not None})
         if len(kinds) > 1:
             raise ValueError(
-                "Recipe: a layer updates all its histories in one step, but they have history and algorithm "
-                f"{' and '.join(map(str, kinds))}. Use the same two for every DelayedScaling of a recipe."
+                "Recipe: its DelayedScaling quantizers have different (history, algorithm): "
+                f"{' and '.join(map(str, kinds))}. A layer updates all of them together; use the same two for each."
             )
 
     def delayed(self) -> tuple[DelayedScaling | None, ...]:

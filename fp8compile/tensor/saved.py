@@ -44,7 +44,7 @@ def _check(
         raise ValueError(
             f"load: the file has codes {tuple(codes.shape)}, {codes.dtype}, and a scale {tuple(scale.shape)}, "
             f"{scale.dtype}. For {quantizer!r}, codes must be torch.uint8, and the scale must be {tuple(expected)}, "
-            f"{quantizer.scale_dtype()}."
+            f"{quantizer.scale_dtype()}. Was the file modified after torch.save?"
         )
     outer_shape = (matrices or 1,)
     has_outer = (

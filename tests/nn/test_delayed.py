@@ -161,13 +161,13 @@ def test_with_the_largest_margin_every_finite_amax_has_a_finite_scale():
 def test_two_slots_of_one_tensor_need_one_quantizer():
     four, e5m2 = f8.DelayedScaling(history=4), f8.DelayedScaling(history=4, format="e5m2")
     with pytest.raises(
-        ValueError, match="Recipe: grad_output has only one history, but grad_output and grad_output_for"
+        ValueError, match="Recipe: grad_output has only one history of amaxes, but grad_output and grad_output_for"
     ):
         f8.Recipe(
             grad_output=four, weight_for_grad_input=four, grad_output_for_grad_weight=e5m2, input_for_grad_weight=four
         )
     for other in (f8.DelayedScaling(history=5), f8.DelayedScaling(history=4, algorithm="most_recent")):
-        with pytest.raises(ValueError, match="Use the same two for every DelayedScaling of a recipe"):
+        with pytest.raises(ValueError, match="use the same two for each"):
             f8.Recipe(input=four, weight=other)
 
 

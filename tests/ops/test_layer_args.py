@@ -81,42 +81,42 @@ REFUSED = {
         None,
         known_codes,
         TWO,
-        "`known` has FP8 data of the weight, which is not supported, because a group of ranks shards it",
+        "`known` has FP8 data of the weight, but the weight is sharded over a process group",
     ),
     "FP8 data of rows": (
         (),
         None,
         known_codes,
         OverFsdp(ROWS),
-        "`known` has FP8 data of the weight, which is not supported, because FSDP shards it",
+        "`known` has FP8 data of the weight, but FSDP shards the weight",
     ),
     "FP8 data of some of FSDP's experts": (
         (EXPERTS,),
         OFFS,
         known_codes,
         OverFsdp(ROWS),
-        "because FSDP shards it, and the op gathers what it quantizes itself",
+        "but FSDP shards the weight, and the op gathers what it quantizes itself",
     ),
     "a second set with an amax of a stack": (
         (EXPERTS,),
         OFFS,
         lambda *_: [*NOTHING, *SHARED],
         UNSHARDED,
-        "`known` has an amax, which is not supported with `offs`",
+        "`known` has an amax of the weight, but with `offs`",
     ),
     "an amax of a stack": (
         (EXPERTS,),
         OFFS,
         amax_of,
         UNSHARDED,
-        "`known` has an amax, which is not supported with `offs`",
+        "`known` has an amax of the weight, but with `offs`",
     ),
     "a shared scale of a stack": (
         (EXPERTS,),
         OFFS,
         lambda *_: SHARED,
         UNSHARDED,
-        "`known` has an amax, which is not supported with `offs`",
+        "`known` has an amax of the weight, but with `offs`",
     ),
     "groups of sharded rows": (
         (EXPERTS,),
@@ -149,8 +149,8 @@ def test_gradients_refuse_what_the_output_refuses(batch, offs, known, sharding, 
 
 
 NOT_READ = {
-    "both GEMMs in high precision": (f8.Recipe(), "linear: .* because with this recipe output reads no FP8 data"),
-    "grad_input in high precision": (OUTPUT_ONLY, "linear: .* because with this recipe grad_input reads no FP8"),
+    "both GEMMs in high precision": (f8.Recipe(), "linear: .* but output does not read it"),
+    "grad_input in high precision": (OUTPUT_ONLY, "linear: .* but grad_input does not read it"),
     "other data of each GEMM": (f8.recipes.rowwise(), "linear: `known` has one set with FP8 data or amaxes of blocks"),
 }
 
@@ -178,7 +178,7 @@ def test_one_set_of_a_four_bit_stack_is_refused():
 
 def test_grad_weight_refuses_data_of_the_weight():
     x, weight = (each.detach() for each in operands())
-    with pytest.raises(ValueError, match=r"grad_weight: .* because with this recipe grad_weight reads no FP8 data"):
+    with pytest.raises(ValueError, match=r"grad_weight: .* but grad_weight does not read it"):
         ops.grad_weight(x.new_ones(M, N), x, x.dtype, None, one_set(weight, RECIPE), [], UNSHARDED, RECIPE)
 
 

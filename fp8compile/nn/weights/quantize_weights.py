@@ -132,7 +132,7 @@ def _check_shared(
     if others:
         raise ValueError(
             f"{function}: the weight of {name} is shared with {', '.join(others)}, which needs the original values. "
-            "Exclude that layer with the filter."
+            f"Exclude {name} with the filter, such as filter='!{name}'."
         )
     if len(users) > 1 and weight.ndim == 3:
         raise ValueError(
@@ -175,11 +175,11 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
     for layer in recipes:
         if (reason := holds_no_stacks(layer)) is not None:
             name = names[layer] or "the model"
-            raise ValueError(f"{function}: {name} {reason}. Exclude it with the filter.")
+            raise ValueError(f"{function}: {name} {reason}. Exclude it with the filter, such as filter='!{name}'.")
     for module, weight_name in [(layer, each) for layer in recipes for each in weight_names(layer)]:
         name, recipe, weight = names[module] or "the model", recipes[module], getattr(module, weight_name)
         if not _is_own_parameter(weight):
-            raise ValueError(f"{function}: {name} can't be converted: {COMPUTED}. Exclude it with the filter.")
+            raise ValueError(f"{function}: {name} can't be converted: {COMPUTED}. Exclude it with filter='!{name}'.")
         _check_gradient_hooks(function, name, weight)
         if (reason := not_codes(recipe)) is not None:
             raise ValueError(
@@ -192,7 +192,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
                 "experts with fp8compile.parallel.ExpertParallel or fully_shard."
             )
         if is_dtensor(weight) and (reason := not_placed(weight, _sets_as_it_lies(module, recipe))) is not None:
-            raise ValueError(f"{function}: the weight of {name} {reason}. Exclude that layer with the filter.")
+            raise ValueError(f"{function}: the weight of {name} {reason}. Exclude it with filter='!{name}'.")
         _check_shared(function, names, recipes, module, weight, users[weight])
 
 

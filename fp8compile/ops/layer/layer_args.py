@@ -93,28 +93,28 @@ def _check_state(sharding: LayerSharding, recipe: Recipe) -> None:
 def _check_codes(name: str, read: Gemm, sharding: LayerSharding, recipe: Recipe) -> None:
     if isinstance(sharding, OverGroup) and sharding.ranks > 1:
         why = (
-            "a group of ranks shards it, and a shard's data does not say which blocks other ranks share. Omit the "
-            "data; or, without `offs`, pass DTensors, whose weight may be a QuantizedTensor"
+            "the weight is sharded over a process group, and a shard's data does not say which "
+            "blocks other ranks share. Omit the data; or, without `offs`, pass DTensors, whose weight may be quantized"
         )
     elif isinstance(sharding, OverFsdp) and len(sharding.shards.sizes) > 1:
-        why = "FSDP shards it, and the op gathers what it quantizes itself. Omit the data, or gather it"
+        why = "FSDP shards the weight, and the op gathers what it quantizes itself. Omit the data, or gather it"
     elif read is GRAD_WEIGHT or recipe.quantizer_read(read.b) is None:
-        why = f"with this recipe {read.name} reads no FP8 data of it. Omit the data, or pass None for its set"
+        why = f"{read.name} does not read it with this recipe. Omit the data, or pass None for its set"
     else:
         return
-    raise ValueError(f"{name}: `known` has FP8 data of the weight, which is not supported, because {why}.")
+    raise ValueError(f"{name}: `known` has FP8 data of the weight, but {why}.")
 
 
 def _check_known(name: str, gemm: Gemm, args: LayerArgs) -> None:
     known, later, offs, recipe = args.known, args.known_later, args.offs, args.recipe
     if later is not None and gemm is not OUTPUT:
-        raise ValueError(f"{name}: `known` has two sets, which is not supported for one GEMM. Pass the set of {name}.")
+        raise ValueError(f"{name}: `known` has two sets, but this op computes one GEMM. Pass the set of {name}.")
     has_one = gemm is OUTPUT and later is None
     for read, each in ((gemm, known), (GRAD_INPUT, known if has_one else later or Known())):
         if offs is not None and (each.amax is not None or each.outer_amax is not None):
             raise ValueError(
-                f"{name}: `known` has an amax, which is not supported with `offs`, because each matrix of a stack has "
-                "its own scales. Omit the amax."
+                f"{name}: `known` has an amax of the weight, but with `offs` each matrix of the weight has its own "
+                "scales. Omit the amax."
             )
         if each.codes is not None:
             _check_codes(name, read, args.sharding, recipe)
@@ -122,8 +122,8 @@ def _check_known(name: str, gemm: Gemm, args: LayerArgs) -> None:
         packs: Any = offs is not None and recipe.weight and packed_dim(recipe.weight)  # each GEMM along its own dim
         if packs or not recipe.shares_weight_codes():
             raise ValueError(
-                f"{name}: `known` has one set with FP8 data or amaxes of blocks, which is not supported, because with "
-                "this recipe output and grad_input read different FP8 data of the weight. Pass a set for each."
+                f"{name}: `known` has one set with FP8 data or amaxes of blocks, but with this recipe output and "
+                "grad_input read different FP8 data of the weight. Pass two sets, one for each."
             )
 
 
