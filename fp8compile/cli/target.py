@@ -106,7 +106,7 @@ def _attribute(module: ModuleType, place: str, name: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            raise UserError(f"{place} has no {name!r}")
+            raise UserError(f"{place} has no {name!r}. Name a function or model that it defines.")
         value = getattr(value, part)
     return value
 

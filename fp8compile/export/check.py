@@ -147,7 +147,7 @@ def _record(path: Path) -> tuple[Format, dict[str, str], dict[str, list[float]]]
             return form, kinds, values
     except (AttributeError, KeyError, TypeError):
         pass
-    raise ValueError(f"check: {path} differs from what save_pretrained wrote. Save the model again.")
+    raise ValueError(f"check: {path} differs from what save_pretrained wrote. Save or download the model again.")
 
 
 def _missing(

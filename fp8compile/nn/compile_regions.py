@@ -167,7 +167,9 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         if not isinstance(block, nn.Module):
             raise TypeError(f"compile: `blocks` contains a {type(block).__name__}; it must be modules of the model.")
         if block not in names:
-            raise ValueError(f"compile: `blocks` contains a {type(block).__name__} that is not in the model.")
+            raise ValueError(
+                f"compile: `blocks` contains a {type(block).__name__} that is not in the model. Pass its own."
+            )
         if (reason := _why_no_region(block)) is not None:
             raise ValueError(
                 f"compile: block {names[block]!r} {reason}, so it can't be a region. Remove it from `blocks`."

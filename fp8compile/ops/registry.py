@@ -361,17 +361,13 @@ def _portable(op: Op) -> Callable[..., Any]:
         found = NotImplemented if op.portable is not None else (op.decompose or op.impl)(*args)
         if found is NotImplemented:
             why = op.portable or (
-                f"its decompose or portable does not support these arguments on {_device(args)}. Register portable= "
-                "code that does, or load the program where this operator is installed, without decompositions"
+                "neither decompose nor portable supports these arguments on their device. Register portable= code "
+                "that does, or load the program where this operator is installed, without decompositions"
             )
             raise RuntimeError(f"decompositions: {op.name} can't be decomposed: {why}.")
         return found
 
     return taken_apart
-
-
-def _device(args: Iterable[Any]) -> str:
-    return next((str(each.device) for each in args if isinstance(each, torch.Tensor)), "this one")
 
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
@@ -386,10 +382,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def _refuse_to_save(target: object) -> None:
-    """Raise a RuntimeError if an exported program that is being saved calls an op of ``OPS``.
-
-    A process that loads the program may not know the op.
-    """
+    """Raise a RuntimeError if a program that is saved calls an op of ``OPS``, which who loads it may not know."""
     if isinstance(target, OpOverload) and target._schema.name in OPS:
         raise RuntimeError(
             f"torch.export.save: the program calls {target._schema.name}, whose recipe PyTorch's files can't store, "

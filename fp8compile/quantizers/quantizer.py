@@ -211,7 +211,10 @@ class Quantizer(Constant):
             The same shape, float32, positive and finite; NaN for an amax that is not finite.
         """
         if not self.has_outer_scale():
-            raise NotImplementedError(f"{type(self).__name__} has no scale rule: define multiplier(self, amax).")
+            raise NotImplementedError(
+                f"{type(self).__name__} has no scale rule: define multiplier(self, amax), which returns what values "
+                "are multiplied by before the cast, such as 448 / amax."
+            )
         outer_amax = self.outer_amax(amax)
         return self.block_multiplier(self.block_scale(amax, outer_amax), self.outer_scale(outer_amax))
 

@@ -154,7 +154,7 @@ def _check_flags(parsed: argparse.Namespace) -> None:
         )
     for flag, given in (("--tp", parsed.tp), ("--no-gpu", parsed.no_gpu), ("--html", parsed.html)):
         if parsed.memory and given:
-            raise UserError(f"--memory can't be combined with {flag}")
+            raise UserError(f"--memory can't be combined with {flag}. Omit one of them.")
 
 
 def _check(found: Explanation) -> None:
@@ -174,7 +174,7 @@ def _run_on_mesh(parsed: argparse.Namespace) -> int:
         ("--memory", parsed.memory),
     ):
         if given:
-            raise UserError(f"--mesh can't be combined with {flag}")
+            raise UserError(f"--mesh can't be combined with {flag}. Omit one of them.")
     with contextlib.redirect_stdout(sys.stderr):
         found = mesh.explain_on_mesh(parsed.target, parsed.mesh, parsed.recipe, parsed.gpu)
     if parsed.json:

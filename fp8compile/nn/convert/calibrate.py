@@ -182,7 +182,10 @@ def calibrate(model: Model, run: Callable[[Model], object]) -> Model:
         run(model)
         for layer in layers:
             if layer not in amaxes:
-                raise ValueError(f"calibrate: run never called {names[layer]}. It must call all layers.")
+                raise ValueError(
+                    f"calibrate: run never called {names[layer]}, so its input has no scale. Let run(model) call all "
+                    "FP8 layers, or convert without this layer."
+                )
             if not (amaxes[layer] > 0) or not amaxes[layer].isfinite():
                 raise ValueError(
                     f"calibrate: the amax of the inputs of {names[layer]} is {amaxes[layer].item()}; it must be "

@@ -86,7 +86,7 @@ def _check_castable(function: str, weight: object, dtype: torch.dtype) -> None:
     if has_codes(local) and local.dtype != dtype:
         raise TypeError(
             f"{function}: `weight` was quantized from {local.dtype}, but autocast is to {dtype}, which would "
-            f"quantize it differently. Quantize the weight in {dtype}, or disable autocast."
+            f"quantize it differently. Cast the weight to {dtype} before quantizing it, or disable autocast."
         )
 
 

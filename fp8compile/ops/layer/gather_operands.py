@@ -42,9 +42,9 @@ def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequenc
     """Raise a ValueError if the shapes of codes and of their values differ: ranks can't shard or send packed codes."""
     if tuple(codes) != tuple(values):
         raise ValueError(
-            f"{quantizer!r} stores several values per byte, which is not supported if this tensor or the other "
-            "operand is sharded over ranks. Let its unpacked() return a quantizer that stores the same values one "
-            "per byte, or use it only on full tensors."
+            f"{quantizer!r} stores several values per byte, which is not supported if one operand of a GEMM is "
+            "sharded over ranks. Use another recipe, or override unpacked() in the quantizer's class: it returns a "
+            "quantizer that stores the same values one per byte."
         )
 
 

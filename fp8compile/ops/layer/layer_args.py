@@ -108,7 +108,9 @@ def _check_codes(name: str, read: Gemm, sharding: LayerSharding, recipe: Recipe)
 def _check_known(name: str, gemm: Gemm, args: LayerArgs) -> None:
     known, later, offs, recipe = args.known, args.known_later, args.offs, args.recipe
     if later is not None and gemm is not OUTPUT:
-        raise ValueError(f"{name}: `known` has two sets, but this op computes one GEMM. Pass the set of {name}.")
+        raise ValueError(
+            f"{name}: `known` has two sets, which only the output has. Pass one: known[{len(known)}:], of grad_input."
+        )
     has_one = gemm is OUTPUT and later is None
     for read, each in ((gemm, known), (GRAD_INPUT, known if has_one else later or Known())):
         if offs is not None and (each.amax is not None or each.outer_amax is not None):

@@ -91,7 +91,8 @@ def _check_model(model: nn.Module, ignored: set[nn.Parameter]) -> list[_Weight]:
     weights = [_Weight(layer, name) for layer in layers for name in weight_names(layer)]
     if not weights:
         raise ValueError(
-            f"fsdp_float8_all_gather: {type(model).__name__} has no FP8 layers. Call fp8compile.convert first."
+            f"fsdp_float8_all_gather: {type(model).__name__} has no FP8 layers. Call fp8compile.convert "
+            "first, with a filter that includes some."
         )
     if any(isinstance(_compat.local_itself(weight.parameter), ShardedWeight) for weight in weights):
         raise ValueError("fsdp_float8_all_gather: it was already called for this model. Call it only once.")

@@ -178,8 +178,8 @@ def gemm_share(*graphs: fx.GraphModule) -> GemmShare:
     """
     if not graphs:
         raise ValueError(
-            "gemm_share: no graph was passed, so nothing was compiled or recorded. Run the model once, forward and "
-            "backward, before reading recording.traced."
+            "gemm_share: no graph was passed. Record them: recording = fp8compile.testing.Recording('aot_eager'); "
+            "torch.compile(model, backend=recording)(x).sum().backward(); gemm_share(*recording.traced)."
         )
     for graph in graphs:
         if not isinstance(graph, fx.GraphModule):

@@ -131,7 +131,7 @@ class _Unfolding:
                 env[node] = self.add(node, SAME, [])
             else:
                 env[node] = self.add(node, op_name(node.target), inputs)
-        raise ValueError("a graph without an output")
+        raise ValueError("explain: the graph has no output node. Pass a graph that AOTAutograd passes to a backend.")
 
 
 def _described(graph: fx.GraphModule, outputs: Sequence[Value | None]) -> Iterator[tuple[Value, Any]]:

@@ -121,7 +121,8 @@ class Ptx:
         opcode, operands = opcode.strip(), _operands(rest)
         if opcode.startswith(UNKNOWN):
             raise NotImplementedError(
-                f"PTX line {line}: {text}: the operands of this instruction are unknown, so the PTX can't be analyzed."
+                f"PTX line {line}: {text}: the operands of this instruction are unknown, so the kernel can't be "
+                "analyzed. Please report it with the PTX, and leave this kernel out."
             )
         writes = operands[:1] if not opcode.startswith(WRITES_NOTHING) else ()
         reads = operands[len(writes) :]

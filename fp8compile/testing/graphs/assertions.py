@@ -107,7 +107,8 @@ def assert_no_recompile(
     report = _report(fn, (), options if no_calls else options | {"calls": calls})
     if len(report.calls) < 2:
         raise ValueError(
-            f"assert_no_recompile: {numbered(len(report.calls), 'calls')} made, but a recompile requires at least two."
+            f"assert_no_recompile: {numbered(len(report.calls), 'calls')} made, but a recompile requires two. Pass "
+            "more: graph_report(model, calls=[(x,), (y,)])."
         )
     if len(report.recompiles) > allowed:
         lines = (line for each in report.recompiles for line in recompile_lines(each))

@@ -209,7 +209,7 @@ def _grouped_product(name: str, multiply: Callable[..., Any], a: Quantized, b: Q
     if isinstance(product, Tensor) and product.dtype == out_dtype and could_be(product.shape, shape):
         return product
     found = _shown(product.shape, product.dtype) if isinstance(product, Tensor) else repr(product)
-    raise TypeError(f"{name}: returned {found}; it must return {_shown(shape, out_dtype)}.")
+    raise TypeError(f"{name}: the registered function returned {found}; it must return {_shown(shape, out_dtype)}.")
 
 
 def _new_grouped_gemm(

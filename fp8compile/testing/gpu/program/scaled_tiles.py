@@ -83,8 +83,8 @@ def _is_native(capability: tuple[int, int] | None, formats: tuple[str, str], sca
     """
     if capability is None:
         raise NotImplementedError(
-            "run_gpu_program: tl.dot_scaled requires the compute capability of a GPU, but none was passed. Pass one "
-            "to Arithmetic, such as capability=(10, 0)."
+            "tl.dot_scaled requires the compute capability of a GPU, but none was passed. Create the simulation with "
+            "fp8compile.testing.gpu.program.arithmetic.Arithmetic(capability=(10, 0)), or call run_gpu_program."
         )
     on = f"on compute capability {'.'.join(map(str, capability))}"
     assert capability >= (8, 9), f"tl.dot_scaled {on}, but is supported from 8.9 on"
