@@ -1,7 +1,7 @@
 """The operators `torch.ops.fp8compile.*`, which appear as nodes in traced graphs."""
 
 from fp8compile.ops.amax import amax
-from fp8compile.ops.cast import cast, cast_again
+from fp8compile.ops.cast import cast
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.exchange.dispatch import combine, dispatch
 from fp8compile.ops.exchange.exchange_rows import exchange_rows
@@ -19,7 +19,7 @@ from fp8compile.ops.groups.group_quantize_both import group_quantize_both
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
 from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
-from fp8compile.ops.inductor_hints import after, realize, snapshot, store
+from fp8compile.ops.inductor_hints import after, realize, snapshot, store, stored
 from fp8compile.ops.layer.delayed_linear import delayed_linear
 from fp8compile.ops.layer.flop_formulas import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
@@ -51,7 +51,6 @@ __all__ = [
     "after",
     "amax",
     "cast",
-    "cast_again",
     "checked_offsets",
     "combine",
     "decompositions",
@@ -93,6 +92,7 @@ __all__ = [
     "scatter_sum",
     "snapshot",
     "store",
+    "stored",
     "straight_through",
     "two_scales",
     "weight_codes",

@@ -1,7 +1,7 @@
 """fp8compile::cast: multiply values by their block's multiplier (1 / scale), and round to codes.
 
-fp8compile::cast_again computes the same codes in the backward. Compilers merge equal calls of one op, which would keep
-the forward's codes, one byte per element, until the backward; a call of a different op is computed anew.
+With ``again``, the codes are computed anew. Compilers merge equal calls of one op, and would keep the forward's codes,
+one byte per element, until the backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8compile.ops.sharding_rules import Split, grid_cuts
 from fp8compile.quantizers import Quantizer
 from fp8compile.quantizers.check_returned import shape_said
 
-__all__ = ["cast", "cast_again", "empty_codes"]
+__all__ = ["cast", "empty_codes"]
 
 
 def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> Tensor:
@@ -32,11 +32,11 @@ def empty_codes(x: Tensor, quantizer: Quantizer, columns: int | None = None) -> 
     return x.new_empty(shape if columns is None else shape[::-1], dtype=torch.uint8)
 
 
-def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> Tensor:
+def _fake(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Any) -> Tensor:
     return empty_codes(x, quantizer)
 
 
-def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tensor | None) -> list[Split]:
+def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Any) -> list[Split]:
     packs = shape_said(quantizer, "codes_shape", x.shape) != tuple(x.shape)
     if packs or not quantizer.is_local():
         return []
@@ -47,23 +47,30 @@ def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Tenso
 def _samples() -> Iterator[tuple[Any, ...]]:
     for x in samples.matrices():
         for quantizer in samples.quantizers():
-            yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, None, None
+            for again in (False, True):
+                yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, None, None, again
             if x.ndim == 2 and not quantizer.is_local():  # a part that begins at row 3, column 5 of 100
                 rows, columns = (torch.arange(size) for size in x.shape)
                 yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, (rows + 3) * 100, columns + 5
 
 
-def _register(name: str, *, apart: bool) -> OpOverload:
-    return register_op(
-        name,
-        quantization_steps.cast,
-        fake=_fake,
-        backward=None,
-        decompose=lambda x, *others: quantization_steps.cast(rounded(x, apart=apart), *others),
-        sharding=_sharding,
-        samples=_samples,
-    )
+def _cast(
+    x: Tensor,
+    multiplier: Tensor,
+    quantizer: Quantizer,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
+    again: bool = False,
+) -> Tensor:
+    return quantization_steps.cast(x, multiplier, quantizer, rows, columns)
 
 
-cast: OpOverload = _register("fp8compile::cast", apart=False)
-cast_again: OpOverload = _register("fp8compile::cast_again", apart=True)
+def _decompose(
+    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Any = None, columns: Any = None, again: Any = False
+) -> Tensor:
+    return quantization_steps.cast(rounded(x, apart=again), multiplier, quantizer, rows, columns)
+
+
+cast: OpOverload = register_op(
+    "fp8compile::cast", _cast, fake=_fake, backward=None, decompose=_decompose, sharding=_sharding, samples=_samples
+)

@@ -35,10 +35,8 @@ differentiable = tuple(
 )
 KEEP_STRIDES = (
     "fp8compile::after",
-    "fp8compile::realize",
     "fp8compile::scale",
-    "fp8compile::snapshot",
-    "fp8compile::store",
+    "fp8compile::stored",
     "fp8compile::straight_through",
     "fp8compile::two_scales",
     "fp8compile::observe",  # which returns y as it is

@@ -24,7 +24,7 @@ from fp8compile import _compat, inductor
 from fp8compile.formats import repack
 from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.ops.cast import cast_again
+from fp8compile.ops.cast import cast
 from fp8compile.ops.gemms.grouped.scaled_grouped_mm import multiply_groups
 from fp8compile.ops.gemms.scaled_mm import multiply_operands
 from fp8compile.ops.gemms.selection import PADDED_TO, multiply
@@ -77,11 +77,18 @@ class Phase(Enum):
         return Phase.compiled(gemm) if _compat.is_traced(tensor) else Phase.EAGER
 
 
+def _cast_again(
+    x: Tensor, multiplier: Tensor, quantizer: Quantizer, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
+    codes: Tensor = cast(x, multiplier, quantizer, rows, columns, True)  # noqa: FBT003
+    return codes
+
+
 STEPS = {
     Phase.EAGER: PYTHON_OF_STEPS,
     Phase.INFERENCE: OPS_OF_STEPS,
     Phase.FORWARD: OPS_OF_STEPS,
-    Phase.BACKWARD: replace(OPS_OF_STEPS, cast=cast_again),
+    Phase.BACKWARD: replace(OPS_OF_STEPS, cast=_cast_again),
 }
 
 
@@ -93,7 +100,7 @@ def _cast_in_backward(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *wher
     compiled blocks, where parameters count as activations. Other casts are not marked, because a mark changes other
     choices of the partitioner.
     """
-    codes = cast_again(x, multiplier, quantizer, *where)
+    codes = _cast_again(x, multiplier, quantizer, *where)
     inductor.make_in_backward(codes)
     return codes
 
