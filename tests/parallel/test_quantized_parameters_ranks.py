@@ -268,6 +268,17 @@ def initial_values(group, hidden, name):
     return same, found, kept[1:2] == kept[3:] == [padded], after
 
 
+def loaded_before_the_first_forward(hidden, name):
+    """The values that masters start from, after a load into shards that no forward has run: those that were saved."""
+    mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
+    models = [sharded(converted(hidden, name, seed, keep_initial=True), mesh) for seed in (1, 0)]
+    models[1].load_state_dict(models[0].state_dict())
+    f8.parallel.share_scales(models[0])
+    saved, loaded = (quantized(model) for model in models)
+    assert any(each.has_all_scales for each in saved)
+    return [difference(b.initial, a.dequantize(torch.float32)) for a, b in zip(saved, loaded, strict=True)]
+
+
 def data_parallel():
     """DDP on ranks that start with other weights: the losses, and whether all have rank 0's weights."""
     from torch.nn.parallel import DistributedDataParallel
@@ -406,6 +417,10 @@ def test_initial_values_follow_the_shards(ranks, group, hidden, name):
     assert ranks.run(initial_values, group, hidden, name, within=group) == [(True, [], True, [])] * len(
         MEMBERS[group][0]
     )
+
+
+def test_shards_that_cut_blocks_are_loaded_before_the_first_forward(ranks):
+    assert ranks.run(loaded_before_the_first_forward, 145, "blockwise", within="pair") == [[None] * 4] * 2
 
 
 def test_ddp(ranks):
