@@ -463,5 +463,4 @@ def test_packed_codes_are_refused_wherever_ranks_would_cut_or_gather_them(ranks)
         assert len(said) == 3
         assert len(set(said)) == 1, said
         assert "stores several values per byte" in said[0]
-        assert "Let its unpacked() return a quantizer that stores the same values one per byte" in said[0]
-        assert "or use it only on full tensors." in said[0]
+        assert "Use another recipe, or override unpacked() in the quantizer's class" in said[0]
