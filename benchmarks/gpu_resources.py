@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.mlp import Mlp
-from fp8compile.testing.gpu.compiled import compiled_kernels, halved, unpipelined
+from fp8compile.testing.explain.issue_cycles import CLOCKS, issue_cycles
+from fp8compile.testing.gpu.compiled import CompiledKernel, compiled_kernels, halved, unpipelined
 from fp8compile.testing.gpu.cubin import KernelResources, assembled
 from fp8compile.testing.gpu.gpus import GPUS, Gpu
 from fp8compile.testing.gpu.graphs import gpu_graphs
@@ -46,12 +47,15 @@ backward, and Triton's own ptxas assembles each kernel. Of these only an
 - *generated*: kernels of Inductor, each in its first configuration that fits. Two that Inductor
   adds on the GPU count too: half the block of a reduction, and no pipelining.
 - *ours*: kernels that fp8compile's operators launch.
+- *issue / bytes*: cycles to issue a kernel's instructions, divided by those that its bytes take; the
+  largest of the kernels without tensor cores that move a MB or more. Above 0.7 a kernel can't reach
+  the GPU's bandwidth. Empty for GPUs whose clocks the model does not have.
 - *fits*: no register is spilled, a program's registers suffice, and its shared memory is at most
   that of the GPU (*limit*).
 """
 COLUMNS = (
     "GPU", "block", "recipe", "generated", "ours", "most registers", "bytes spilled", "most KiB shared", "limit",
-    "fits",
+    "fits", "most issue / bytes",
 )  # fmt: skip
 
 
@@ -76,6 +80,9 @@ RECIPES = {
 }
 
 
+LARGE = 1 << 20  # bytes; kernels that move fewer take microseconds
+
+
 @dataclass(frozen=True)
 class Resources:
     """The kernels of a block on a GPU.
@@ -84,11 +91,13 @@ class Resources:
         gpu: The GPU.
         generated: The kernels that Inductor generated.
         ours: The kernels that operators of this package launch.
+        slowest: The largest ratio of issue cycles to memory cycles, and its kernel; None without a model of the GPU.
     """
 
     gpu: Gpu
     generated: tuple[KernelResources, ...]
     ours: tuple[KernelResources, ...]
+    slowest: tuple[float, str] | None
 
     @property
     def unfit(self) -> list[str]:
@@ -106,7 +115,8 @@ class Resources:
             -(-max(each.shared_bytes for each in every) >> 10) if every else 0,
             self.gpu.shared_memory_per_block_optin >> 10,
         )
-        return [*map(str, numbers), "no" if self.unfit else "yes"]
+        ratio = "" if self.slowest is None else f"{self.slowest[0]:.2f}, {self.slowest[1]}"
+        return [*map(str, numbers), "no" if self.unfit else "yes", ratio]
 
 
 def _fits(kernel: KernelResources, gpu: Gpu) -> bool:
@@ -118,20 +128,27 @@ def _fits(kernel: KernelResources, gpu: Gpu) -> bool:
     )
 
 
-def _that_fit(found: Schedule, gpu: Gpu) -> Iterator[KernelResources]:
+def _that_fit(found: Schedule, gpu: Gpu) -> Iterator[tuple[KernelResources, CompiledKernel]]:
     """Each kernel in its first configuration that fits, or in its first one if none does.
 
     Those that Inductor adds on the GPU are tried too: half the block of a reduction where registers are many, and no
     pipelining where shared memory is short.
     """
-    first = {each.name: assembled(each, gpu) for each in compiled_kernels(found.source, gpu, most=1)}
-    unfit = {name for name, kernel in first.items() if not _fits(kernel, gpu)}
+    first = {each.name: (assembled(each, gpu), each) for each in compiled_kernels(found.source, gpu, most=1)}
+    unfit = {name for name, (kernel, _) in first.items() if not _fits(kernel, gpu)}
     for change in (None, halved, unpipelined):
         for each in compiled_kernels(found.source, gpu, change=change) if unfit else ():
             if each.name in unfit and _fits(kernel := assembled(each, gpu), gpu):
-                first[each.name] = kernel
+                first[each.name] = kernel, each
                 unfit.remove(each.name)
     yield from first.values()
+
+
+def _slowest(kernels: list[CompiledKernel], arch: str) -> tuple[float, str] | None:
+    if arch not in CLOCKS:
+        return None
+    counts = [issue_cycles(each, arch) for each in kernels]
+    return max((each.ratio, each.name) for each in counts if not each.has_tensor_cores)
 
 
 def resources_of(arch: str, block: str, recipe: str) -> Resources:
@@ -148,9 +165,16 @@ def resources_of(arch: str, block: str, recipe: str) -> Resources:
         graphs = gpu_graphs(*BLOCKS[block](recipe), gpu)
         schedules = [schedule(graph, gpu) for graph in graphs]
     torch._dynamo.reset()
-    kernels = [kernel for found in schedules for kernel in _that_fit(found, gpu)]
+    kernels: list[KernelResources] = []
+    large: list[CompiledKernel] = []
+    for found in schedules:
+        bytes_moved = {each.name: each.bytes_read + each.bytes_written for each in found.launches}
+        for kernel, compiled in _that_fit(found, gpu):
+            kernels.append(kernel)
+            large += [compiled] if bytes_moved.get(compiled.name, 0) >= LARGE else []
     generated = tuple(each for each in kernels if each.name.startswith("triton_"))
-    return Resources(gpu, generated, tuple(each for each in kernels if each not in generated))
+    ours = tuple(each for each in kernels if each not in generated)
+    return Resources(gpu, generated, ours, _slowest(large, arch))
 
 
 def _rows() -> dict[tuple[str, ...], list[str]]:
