@@ -41,7 +41,7 @@ class F8Config(QuantizationConfigMixin):
             output embeddings and tied weights, which transformers keeps in high precision.
         quantized_parameters: Whether to quantize weights one by one while loading, and store them as FP8 parameters.
             Train FP8 parameters with `fp8compile.integrations.transformers.master_weights`, or freeze them.
-        share_outer_scale: As for `fp8compile.convert`.
+        share_outer_scale: Layers that share a global scale; see `fp8compile.convert`.
         others: Only ``quant_method="fp8compile"`` is allowed, which transformers reads from config.json.
 
     Raises:

@@ -185,17 +185,8 @@ def _impl(
     return torch.stack([found[row] for row in rows])
 
 
-def _fake(
-    pieces: Sequence[Tensor],
-    numbers: Sequence[int],
-    columns: Sequence[int],
-    groups: Sequence[Tensor],
-    sizes: Sequence[Tensor],
-    numels: Sequence[int],
-    flags: Sequence[int],
-    rows: Sequence[int],
-    matrices: int,
-) -> Tensor:
+def _fake(pieces: Sequence[Tensor], numbers: Any, columns: Sequence[int], *others: Any) -> Tensor:
+    *_, rows, matrices = others
     return pieces[0].new_empty((len(rows), len(FIRST_SUMS) + sum(columns), matrices), dtype=torch.float64)
 
 

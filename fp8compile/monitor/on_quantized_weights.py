@@ -23,8 +23,9 @@ def _observe(func: Any, *args: Any) -> Any:
     (first, x, weight, *others), layer = args[:-TAIL], LayerArgs.of(*args[-TAIL:])
     if not is_served(layer):
         raise TypeError(no_meaning(func, weight if has_codes(weight) else None))
-    gradient = func is observe_gradient  # the forward has counted the weight's codes
-    run = partial(COMPUTE[func], seen=None if gradient else codes_seen(weight, layer.recipe))
+    gradient = func is observe_gradient
+    seen = None if gradient else codes_seen(weight, layer.recipe)  # the forward has counted the weight's codes
+    run = partial(COMPUTE[func], seen=seen)
     own = first, x, None if gradient else weight
     return _compat.as_kernel(run)(Phase.of(GEMMS[gradient], first), *own, *others, layer)
 

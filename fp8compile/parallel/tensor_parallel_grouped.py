@@ -95,8 +95,8 @@ def column_parallel_grouped_linear(
 
     Raises:
         TypeError, RuntimeError: As for `fp8compile.grouped_linear`; or ``group`` is not a process group.
-        ValueError: As for `fp8compile.grouped_linear`; or a shard ends within a block, ranks pass different sizes, or
-            the recipe has global scales (with two or more ranks).
+        ValueError: A shape is wrong, as for `fp8compile.grouped_linear`; or a shard ends within a block, ranks pass
+            different sizes, or the recipe has global scales (with two or more ranks).
     """
     return _parallel(
         "column_parallel_grouped_linear", 1, x, weight, offsets, bias, recipe, group, feature_sizes, observer

@@ -153,7 +153,7 @@ def test_a_graph_that_reads_codes_runs_in_all_steps_and_one_more_where_somebody_
 
 
 def know_codes(graph):
-    """Of each layer of a graph, whether it is given the weight's codes."""
+    """Return for each layer of a graph whether it gets the weight's codes."""
     return [bool(node.args[4]) for node in graph.nodes if node.target is f8.ops.linear]
 
 

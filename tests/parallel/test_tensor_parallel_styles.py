@@ -134,7 +134,7 @@ def converted_after_its_plan(whose):
 
 
 def test_convert_after_a_plan_of_our_styles_raises(ranks):
-    """Or the layers would gather in high precision, without a word. PyTorch's styles gather so in either order."""
+    """Its gathers would silently stay in high precision. Those of PyTorch's styles do in either order."""
     assert ranks.run(converted_after_its_plan, "PyTorch") == [None] * 4
     for error in ranks.run(converted_after_its_plan, "ours"):
         assert error.startswith("convert: a style of fp8compile.parallel was applied to head in high precision")

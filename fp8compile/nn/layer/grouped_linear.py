@@ -181,7 +181,7 @@ def grouped_mm(
         bias: (groups, out_features), or None.
         out_dtype: The dtype of ``mat_a``, or None.
         recipe: Quantizers for the operands, as for `grouped_linear`.
-        observer: As for `grouped_linear`.
+        observer: Observer of the operands; see `grouped_linear`.
 
     Returns:
         (rows, out_features). Rows after the last group are zeros.

@@ -40,9 +40,14 @@ class LayerArgs(NamedTuple):
 
     @classmethod
     def of(
-        cls, offs: Tensor | None, known: Sequence[Tensor | None], sizes: Sequence[int], sharding: Any, recipe: Recipe
+        cls,
+        offs: Tensor | None,
+        known: Sequence[Tensor | None],
+        sizes: Sequence[int],
+        sharding: LayerSharding,
+        recipe: Recipe,
     ) -> LayerArgs:
-        """Read an op's last arguments."""
+        """Read an op's last arguments; their annotations are the schemas of all ops."""
         later = Known(*Known.last_set(known)) if len(known) > len(Known._fields) else None
         return cls(offs, Known.first_set(known), later, sizes, _compat.unwrapped(sharding), recipe)
 

@@ -26,10 +26,9 @@ from fp8compile.ops.layer import output_and_gradients as gemms
 from fp8compile.ops.layer import samples
 from fp8compile.ops.layer.known import Known
 from fp8compile.ops.layer.layer_args import LayerArgs, check_layer
-from fp8compile.ops.layer.layer_sharding import LayerSharding
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Phase
 from fp8compile.ops.registry import register_op
-from fp8compile.quantizers import Gemm, Recipe
+from fp8compile.quantizers import Gemm
 
 __all__ = [
     "COMPUTE",
@@ -46,39 +45,34 @@ __all__ = [
 COMPUTE: dict[OpOverload, Callable[..., Any]] = {}  # of an op, from the phase, its operands, and `LayerArgs`
 
 
-def _tail(
-    offs: Tensor | None, known: Sequence[Tensor | None], sizes: Sequence[int], sharding: LayerSharding, recipe: Recipe
-) -> None:
-    """Declare the last arguments of all ops, those of `LayerArgs.of`, for their schemas."""
-
-
-TAIL_PARAMETERS = inspect.signature(_tail, eval_str=True).parameters.values()
+# the last arguments of all ops
+TAIL_PARAMETERS = inspect.signature(LayerArgs.of, eval_str=True).parameters.values()
 TAIL = len(TAIL_PARAMETERS)
 
 
-def _kernel(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel of an op, whose signature is its schema: that of ``compute``, as `register_layer_op` says."""
-
-    def kernel(*args: Any) -> Any:
-        return compute(Phase.EAGER, *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
-
+def _sign(kernel: Any, name: str, compute: Callable[..., Any]) -> None:
+    """Give a kernel the signature of ``compute``, as `register_layer_op` says; it is the schema of the op."""
     computed = inspect.signature(compute, eval_str=True)
     operands = list(computed.parameters.values())[1 : list(computed.parameters).index("args")]
     taken = [each.replace(kind=each.POSITIONAL_OR_KEYWORD) for each in (*operands, *TAIL_PARAMETERS)]
-    found: Any = kernel
-    found.__name__, found.__signature__ = name, computed.replace(parameters=taken)
-    found.__annotations__ = {each.name: each.annotation for each in taken} | {"return": computed.return_annotation}
-    return kernel
+    kernel.__name__, kernel.__signature__ = name, computed.replace(parameters=taken)
+    kernel.__annotations__ = {each.name: each.annotation for each in taken} | {"return": computed.return_annotation}
 
 
 def register_layer_op(name: str, gemm: Gemm, compute: Callable[..., Any], **others: Any) -> OpOverload:
     """Register the op ``name``; ``compute`` takes the phase, the operands, and ``args``, which are `LayerArgs`."""
 
-    def decompose(*args: Any) -> Any:
-        return compute(Phase.compiled(gemm), *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
+    def run(phase: Phase, args: Sequence[Any]) -> Any:
+        return compute(phase, *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
 
+    def kernel(*args: Any) -> Any:
+        return run(Phase.EAGER, args)
+
+    def decompose(*args: Any) -> Any:
+        return run(Phase.compiled(gemm), args)
+
+    _sign(kernel, name, compute)
     # `fp8compile.parallel.dtensor_layer` and `fp8compile.monitor.on_dtensors` handle DTensors
-    kernel = _kernel(name, compute)
     op = register_op(f"fp8compile::{name}", kernel, decompose=decompose, sharding=None, **others)
     COMPUTE[op] = compute
     return op

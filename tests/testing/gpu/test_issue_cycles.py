@@ -27,7 +27,7 @@ def test_the_loop_that_moves_most_bytes_is_counted():
     found = of_sass("cast", LOOP.replace("{work}", "FMUL R4, R4, R5"), "h200")
     assert (found.instructions, found.float64, found.bytes_moved) == (4, 0, 16 + 8)
     bytes_a_cycle = 0.71 * 4.8e12 / 1.755e9 / 132
-    assert found.ratio == pytest.approx((4 / 4) / (24 * 32 / bytes_a_cycle))
+    assert found.ratio == pytest.approx((4 / 4) / (24 * 32 / bytes_a_cycle))  # divided in another order
     assert not found.has_tensor_cores
 
 
@@ -40,7 +40,7 @@ def test_float64_units_of_a_geforce_are_the_limit():
     source = LOOP.replace("{work}", "DFMA R4, R4, R5, R6")
     assert of_sass("cast", source, "h200").ratio == of_sass("cast", source.replace("DFMA", "FFMA"), "h200").ratio
     fast = of_sass("cast", source.replace("DFMA", "FFMA"), "rtx5090")
-    assert of_sass("cast", source, "rtx5090").ratio == pytest.approx(16 * fast.ratio)
+    assert of_sass("cast", source, "rtx5090").ratio == pytest.approx(16 * fast.ratio)  # multiplied in another order
 
 
 def test_local_memory_beside_a_product_is_found():
