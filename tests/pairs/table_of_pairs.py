@@ -71,7 +71,7 @@ REFUSED = (
     Refusal(
         ("expert parallel", "compiled"),  # where the layer is traced before rows are sent
         ("delayed",),
-        "the recipe uses delayed scaling",
+        "delayed scaling is not supported, because it keeps one amax per tensor",
         "an expert without tokens has no amax of the steps before",
     ),
     Refusal(
