@@ -17,7 +17,6 @@ import cProfile
 import pstats
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 def _model(layers: int, width: int, *, cached: bool) -> nn.Module:
     torch.manual_seed(0)
     chain = nn.Sequential(*(nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(layers)))
-    return f8.convert(chain, replace(f8.recipes.rowwise(), cache_weights=cached), filter="*")
+    return f8.convert(chain, f8.recipes.rowwise(weight_lifetime="step" if cached else "call"), filter="*")
 
 
 def us_a_layer(way: str, layers: int, width: int, rounds: int) -> dict[bool, float]:

@@ -1,4 +1,4 @@
-"""What does a micro-batch move if the codes of weights live for a step (`Recipe.cache_weights`), and what the step?
+"""What does a micro-batch move if the codes of weights live for a step (`weight_lifetime="step"`), and what the step?
 
 The feed-forward block of a Llama 3 8B, 8192 tokens: GB that generated code reads and writes in forward and backward,
 without and with codes that are there, and GB that making the codes again moves, once a step. For an H200 (mxfp8 and
@@ -47,7 +47,7 @@ def moved_row(name: str) -> Row:
     with FakeTensorMode():
         x = torch.randn(TOKENS, shape.d, dtype=torch.bfloat16, requires_grad=True)
         for cached in (False, True):
-            own = replace(recipe, cache_weights=cached)
+            own = replace(recipe, weight_lifetime="step") if cached else recipe
             model = f8.convert(Mlp(shape.d, shape.h), own, filter="*")
             weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
             found[cached] = _gb(model, (x,), name)
@@ -79,8 +79,8 @@ def page(rows: list[Row]) -> str:
         [
             "# Cached weights",
             "",
-            "What [`cache_weights`](../memory.md#cache-fp8-weights-across-micro-batches) saves, counted in the code",
-            "that Inductor generates for an H200 (mxfp8, nvfp4: B200). **No GPU has run it.**",
+            'What [`weight_lifetime="step"`](../memory.md#cache-fp8-weights-across-micro-batches) saves, counted in',
+            "the code that Inductor generates for an H200 (mxfp8, nvfp4: B200). **No GPU has run it.**",
             "`python -m benchmarks.cached_weights --page` writes this page.",
             "",
             "GB read and written by the feed-forward block of a Llama 3 8B, 8192 tokens: forward and backward",

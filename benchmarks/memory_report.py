@@ -33,9 +33,9 @@ from fp8compile.testing import MemoryReport, memory_report
 __all__ = ["CACHED", "RUN", "real_peaks", "report_row", "run_row", "small_block"]
 
 TOKENS = 8192
-CACHED = "rowwise(cache_weights=True)"
+CACHED = "rowwise(weight_lifetime='step')"
 RUN = {  # blocks that really run, and their recipes
-    "mlp": ("bf16", "tensorwise", "rowwise", "blockwise", "tensorwise(cache_weights=True)", CACHED),
+    "mlp": ("bf16", "tensorwise", "rowwise", "blockwise", "tensorwise(weight_lifetime='step')", CACHED),
     "experts": ("bf16", "rowwise_bf16_wgrad", "rowwise", "blockwise"),
 }
 OPERATORS = ("aten::", "fp8compile::", "mkldnn::")

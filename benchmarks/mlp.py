@@ -44,17 +44,17 @@ def _ours(recipe: str) -> Callable[[nn.Module], nn.Module]:
 
 
 def _quantized(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: f8.convert(model, f8.recipes.by_name(recipe), filter="*", quantized_parameters=True)
+    return lambda model: f8.convert(model, f8.recipes.by_name(recipe), filter="*", weight_lifetime="parameter")
 
 
 OURS = {name: _ours(name) for name in f8.recipes.names()}
 PEERS = {f"torchao {name}": _torchao(name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
-# recipes with the other choice of `keep_weight_codes`, with FP8 parameters, which no forward casts, with other blocks
+# recipes with the other choice of `weight_lifetime`, with FP8 parameters, which no forward casts, with other blocks
 VARIANTS = {
     "tensorwise_keeping": lambda model: f8.convert(
-        model, replace(f8.recipes.tensorwise(), keep_weight_codes=True), filter="*"
+        model, replace(f8.recipes.tensorwise(), weight_lifetime="pass"), filter="*"
     ),
-    "delayed_freeing": lambda model: f8.convert(model, f8.recipes.delayed(keep_weight_codes=False), filter="*"),
+    "delayed_freeing": lambda model: f8.convert(model, f8.recipes.delayed(weight_lifetime="call"), filter="*"),
     "tensorwise_parameters": _quantized("tensorwise"),
     "blockwise_parameters": _quantized("blockwise"),
     "mxfp8_32x32": lambda model: f8.convert(model, f8.recipes.mxfp8(weight_block=(32, 32)), filter="*"),

@@ -277,7 +277,7 @@ def _in_graph_experts(recipe: f8.Recipe) -> str:
 
 
 def _parameters(recipe: f8.Recipe) -> str:
-    model = _linears(recipe, quantized_parameters=True)
+    model = _linears(recipe, weight_lifetime="parameter")
     optimizer = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3)
     _trained(model, 64, 32)
     optimizer.step()
@@ -285,11 +285,11 @@ def _parameters(recipe: f8.Recipe) -> str:
 
 
 def _parameters_of_experts(recipe: f8.Recipe) -> str:
-    return _trained(_experts(recipe, quantized_parameters=True), 32, 32)
+    return _trained(_experts(recipe, weight_lifetime="parameter"), 32, 32)
 
 
 def _parameters_sharded(recipe: f8.Recipe) -> str:
-    model = _linears(recipe, quantized_parameters=True)
+    model = _linears(recipe, weight_lifetime="parameter")
     _fully_sharded(model)
     return _trained(model, 64, 32)
 

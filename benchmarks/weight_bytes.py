@@ -108,7 +108,7 @@ def _model(recipe: str | None, way: str, mesh: DeviceMesh, layer: str, width: in
     model = nn.Sequential(*(LAYERS[layer](width) for _ in range(2))).bfloat16()
     if recipe is not None:
         delayed = {"amax_group": mesh.get_group()} if recipe == "delayed" else {}
-        f8.convert(model, _recipe(recipe), quantized_parameters=way == "parameters", **delayed)
+        f8.convert(model, _recipe(recipe), weight_lifetime="parameter" if way == "parameters" else None, **delayed)
         if way in ("gathered", "kept"):
             f8.parallel.fsdp_float8_all_gather(model)
     for block in model:

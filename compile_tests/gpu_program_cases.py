@@ -180,7 +180,7 @@ def attention(recipe: str) -> Made:
 
 
 def kept_codes(recipe: str, *, keep: bool) -> Made:
-    return feed_forward(replace(_recipe(recipe), keep_weight_codes=keep))
+    return feed_forward(replace(_recipe(recipe), weight_lifetime="pass" if keep else "call"))
 
 
 def not_finite(recipe: str) -> Made:
@@ -290,7 +290,7 @@ CASES = (
     *_of_recipes("feed-forward, odd sizes", feed_forward, quick=(SQUARES,), recipes=(SQUARES,)),
     *_of_recipes("feed-forward, 128 x 128 x 256", _model(feed_forward, size=(128, 128, 256))),
     *_of_recipes("attention, bias, frozen weight", attention, quick=("rowwise",)),
-    *_of_recipes("quantized parameters", _model(feed_forward, quantized_parameters=True), quick=("tensorwise",),
+    *_of_recipes("quantized parameters", _model(feed_forward, weight_lifetime="parameter"), quick=("tensorwise",),
                  recipes=("tensorwise", "blockwise", SQUARES)),
     *_of_recipes("kept weight codes", _model(kept_codes, keep=True), recipes=("tensorwise", SQUARES)),
     *_of_recipes("freed weight codes", _model(kept_codes, keep=False), recipes=("delayed",)),

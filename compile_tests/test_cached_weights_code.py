@@ -23,7 +23,9 @@ def model_of(recipe, *, cached):
     sizes = (WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)
     up, down = (nn.Linear(*each, dtype=torch.bfloat16) for each in sizes)
     layers = nn.Sequential(up, nn.SiLU(), down)
-    return f8.convert(layers, replace(f8.recipes.by_name(recipe), cache_weights=cached), filter="*")
+    return f8.convert(
+        layers, replace(f8.recipes.by_name(recipe), weight_lifetime="step" if cached else "call"), filter="*"
+    )
 
 
 def gpu_kernels_of(recipe, *, cached):

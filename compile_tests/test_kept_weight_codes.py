@@ -1,4 +1,4 @@
-"""`keep_weight_codes`: what the forward keeps of weights for grad_input, when it keeps nothing, and that bits stay."""
+"""`weight_lifetime="pass"`: what the forward keeps of weights for grad_input, when it keeps nothing; same bits."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from fp8compile.testing.gpu.graphs import gpu_graphs
 WIDTH, TOKENS = 256, 512
 RECIPES = {
     "delayed": f8.recipes.delayed(history=4),
-    "tensorwise": replace(f8.recipes.tensorwise(), keep_weight_codes=True),
-    "blockwise": replace(f8.recipes.blockwise(), keep_weight_codes=True),
+    "tensorwise": replace(f8.recipes.tensorwise(), weight_lifetime="pass"),
+    "blockwise": replace(f8.recipes.blockwise(), weight_lifetime="pass"),
 }
 MIXED = f8.Recipe(  # the state is of the input alone; weights by their own amax
     input=f8.DelayedScaling(history=4),
     weight=f8.CurrentScaling(),
     grad_output=f8.CurrentScaling(format="e5m2"),
     weight_for_grad_input=f8.CurrentScaling(),
-    keep_weight_codes=True,
+    weight_lifetime="pass",
 )
 every_recipe = pytest.mark.parametrize("recipe", [*RECIPES.values(), MIXED], ids=[*RECIPES, "mixed"])
 
@@ -58,7 +58,7 @@ class Experts(nn.Module):
 
 
 EXPERTS = {  # products of groups take e4m3 alone
-    "tensorwise": replace(f8.recipes.tensorwise(grad_format="e4m3"), keep_weight_codes=True),
+    "tensorwise": replace(f8.recipes.tensorwise(grad_format="e4m3"), weight_lifetime="pass"),
     "blockwise": RECIPES["blockwise"],
     "nvfp4": f8.recipes.nvfp4(grad_rounding="nearest"),
 }
@@ -80,7 +80,7 @@ def test_codes_of_each_weight_are_kept_once(recipe):
 
 @every_recipe
 def test_none_are_kept_unless_asked_for(recipe):
-    assert not kept_codes(*layers(replace(recipe, keep_weight_codes=False)))
+    assert not kept_codes(*layers(replace(recipe, weight_lifetime="call")))
 
 
 @every_recipe
@@ -119,7 +119,7 @@ def test_bits_are_those_of_codes_made_again(recipe):
                 y.float().square().sum().backward()
         return [y, x.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
 
-    for kept, again in zip(steps(recipe), steps(replace(recipe, keep_weight_codes=False)), strict=True):
+    for kept, again in zip(steps(recipe), steps(replace(recipe, weight_lifetime="call")), strict=True):
         assert torch.equal(kept, again)
 
 
@@ -138,13 +138,13 @@ def test_a_layer_under_fsdp_keeps_none():
     model, x = layers(RECIPES["delayed"])
     with pretended_ranks(2):
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    alone, _ = layers(replace(RECIPES["delayed"], keep_weight_codes=False))
+    alone, _ = layers(replace(RECIPES["delayed"], weight_lifetime="call"))
     for layer, own in zip(alone, model, strict=True):
         # as FSDP2 marks it; fake tensors can't go through its gather
         for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             setattr(layer, mark, getattr(own, mark))
         layer.recipe = own.recipe
-        assert layer.recipe.keep_weight_codes
+        assert layer.recipe.keeps_weight_for_backward()
     assert not kept_codes(alone, x)
 
 
@@ -175,7 +175,7 @@ def test_codes_in_two_layouts_are_written_in_tiles():
 @pytest.mark.parametrize("recipe", EXPERTS)
 @pytest.mark.parametrize("keeps", [True, False])
 def test_codes_of_a_stack_are_kept_once(recipe, keeps):
-    model = Experts(replace(EXPERTS[recipe], keep_weight_codes=keeps))
+    model = Experts(replace(EXPERTS[recipe], weight_lifetime="pass" if keeps else "call"))
     x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     gpu = "b200" if recipe == "nvfp4" else "h200"
     found = [shape for shape in kept_codes(model, x, gpu) if shape[0] == 3 and shape[-1] >= WIDTH // 2]
@@ -189,7 +189,7 @@ def test_bits_of_experts_are_those_of_codes_made_again(recipe, monkeypatch):
 
     def step(*, keeps):
         torch._dynamo.reset()
-        model = Experts(replace(EXPERTS[recipe], keep_weight_codes=keeps))
+        model = Experts(replace(EXPERTS[recipe], weight_lifetime="pass" if keeps else "call"))
         x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).bfloat16().requires_grad_()
         y = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")(x)
         y.float().square().sum().backward()

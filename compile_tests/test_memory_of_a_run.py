@@ -17,7 +17,7 @@ def test_the_largest_moments_are_those_of_a_run(kind, recipe):
     assert row["backward"] - row["report backward"] in (0, 4)
 
 
-@pytest.mark.parametrize("recipe", [CACHED, "tensorwise(cache_weights=True)"])
+@pytest.mark.parametrize("recipe", [CACHED, "tensorwise(weight_lifetime='step')"])
 def test_codes_from_micro_batch_to_micro_batch_are_those_that_are_held(recipe):
     call, args = small_block("mlp", recipe)
     report = f8.testing.memory_report(call, *args, arch="cpu")

@@ -269,7 +269,7 @@ def test_blocks_are_those_that_are_given():
 
 
 def test_blocks_that_cannot_be_regions_are_said_and_inlined():
-    model = f8.convert(stack(), f8.recipes.tensorwise(), quantized_parameters=True)
+    model = f8.convert(stack(), f8.recipes.tensorwise(), weight_lifetime="parameter")
     with pytest.warns(UserWarning, match="3 of 3 repeated blocks can't be.*'0' has gate.weight, a QuantizedParam"):
         compiled = f8.compile(model, backend="aot_eager")
     x = rows_of(24, 32)

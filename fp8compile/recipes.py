@@ -26,7 +26,18 @@ from operator import attrgetter
 from typing import Any
 
 from fp8compile._compat import constant_when_traced
-from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling, entry_points
+from fp8compile.quantizers import (
+    CALL,
+    LIFETIME_ARGUMENTS,
+    PASS,
+    CurrentScaling,
+    DelayedScaling,
+    Quantizer,
+    Recipe,
+    TwoLevelScaling,
+    entry_points,
+    replaced_arguments,
+)
 from fp8compile.quantizers.hadamard import SIGNS
 
 __all__ = [
@@ -62,7 +73,7 @@ def _of_blocks(
     grad_rounding: str,
     emulate: bool = False,
     by_mx: bool = False,
-    cache_weights: bool = False,
+    weight_lifetime: str = CALL,
     **rule: Any,
 ) -> Recipe:
     """Make a recipe with current scaling for all operands from ``blocks``: the shapes of values that share a scale.
@@ -82,10 +93,11 @@ def _of_blocks(
         input_for_grad_weight=None if x_turned is None else CurrentScaling(format=format, block=x_turned, **rule),
         emulate=emulate,
         by_mx=by_mx,
-        cache_weights=cache_weights,
+        weight_lifetime=weight_lifetime,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def tensorwise(
     *,
     format: str = "e4m3",
@@ -94,7 +106,7 @@ def tensorwise(
     scale: str = "fp32",
     eps: float = 0.0,
     by_mx: bool = False,
-    cache_weights: bool = False,
+    weight_lifetime: str = CALL,
 ) -> Recipe:
     """Recipe with one scale per tensor; all three GEMMs run in FP8.
 
@@ -105,7 +117,7 @@ def tensorwise(
         scale: Scale rule; see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 disables it.
         by_mx: Whether a GPU of compute capability 12.0 uses its MX GEMM; see ``Recipe``.
-        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+        weight_lifetime: How long quantized weights live; see ``Recipe``.
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
@@ -117,10 +129,11 @@ def tensorwise(
         scale=scale,
         eps=eps,
         by_mx=by_mx,
-        cache_weights=cache_weights,
+        weight_lifetime=weight_lifetime,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def rowwise(
     *,
     format: str = "e4m3",
@@ -129,7 +142,7 @@ def rowwise(
     scale: str = "fp32",
     eps: float = 0.0,
     by_mx: bool = False,
-    cache_weights: bool = False,
+    weight_lifetime: str = CALL,
 ) -> Recipe:
     """Recipe with one scale per row of a GEMM's left operand and per column of its right operand.
 
@@ -142,7 +155,7 @@ def rowwise(
         scale: Scale rule; see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 disables it.
         by_mx: Whether a GPU of compute capability 12.0 uses its MX GEMM; see ``Recipe``.
-        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+        weight_lifetime: How long quantized weights live; see ``Recipe``.
     """
     return _of_blocks(
         (ROW, ROW, COLUMN, COLUMN),
@@ -152,10 +165,11 @@ def rowwise(
         scale=scale,
         eps=eps,
         by_mx=by_mx,
-        cache_weights=cache_weights,
+        weight_lifetime=weight_lifetime,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def rowwise_bf16_wgrad(
     *,
     format: str = "e4m3",
@@ -163,7 +177,7 @@ def rowwise_bf16_wgrad(
     grad_rounding: str = "nearest",
     scale: str = "fp32",
     eps: float = 0.0,
-    cache_weights: bool = False,
+    weight_lifetime: str = CALL,
 ) -> Recipe:
     """``rowwise`` for output and grad_input, with grad_weight in the dtype of its operands.
 
@@ -173,7 +187,7 @@ def rowwise_bf16_wgrad(
         grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
         scale: Scale rule; see ``CurrentScaling``.
         eps: Lower bound of the amax; 0 disables it.
-        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+        weight_lifetime: How long quantized weights live; see ``Recipe``.
     """
     return _of_blocks(
         (ROW, ROW, COLUMN, None),
@@ -182,10 +196,11 @@ def rowwise_bf16_wgrad(
         grad_rounding=grad_rounding,
         scale=scale,
         eps=eps,
-        cache_weights=cache_weights,
+        weight_lifetime=weight_lifetime,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def blockwise(
     *,
     format: str = "e4m3",
@@ -193,7 +208,7 @@ def blockwise(
     grad_rounding: str = "nearest",
     scale: str = "fp32",
     eps: float = 0.0,
-    cache_weights: bool = False,
+    weight_lifetime: str = CALL,
 ) -> Recipe:
     """Recipe with one scale per 128 values of inputs and gradients, and per 128 x 128 block of weights.
 
@@ -206,7 +221,7 @@ def blockwise(
         grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
         scale: ``"fp32"``, or ``"pow2"`` for powers of two.
         eps: Lower bound of the amax; 0 disables it.
-        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+        weight_lifetime: How long quantized weights live; see ``Recipe``.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, arXiv:2412.19437.
     """
@@ -217,10 +232,11 @@ def blockwise(
         grad_rounding=grad_rounding,
         scale=scale,
         eps=eps,
-        cache_weights=cache_weights,
+        weight_lifetime=weight_lifetime,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def blockwise_bf16_wgrad(
     *,
     format: str = "e4m3",
@@ -228,7 +244,7 @@ def blockwise_bf16_wgrad(
     grad_rounding: str = "nearest",
     scale: str = "fp32",
     eps: float = 0.0,
-    cache_weights: bool = False,
+    weight_lifetime: str = CALL,
 ) -> Recipe:
     """``blockwise`` for output and grad_input, with grad_weight in the dtype of its operands.
 
@@ -241,7 +257,7 @@ def blockwise_bf16_wgrad(
         grad_rounding: Rounding mode for quantizing gradients, ``"nearest"`` or ``"stochastic"``.
         scale: ``"fp32"``, or ``"pow2"`` for powers of two.
         eps: Lower bound of the amax; 0 disables it.
-        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+        weight_lifetime: How long quantized weights live; see ``Recipe``.
     """
     return _of_blocks(
         (LINE, TILE, TILE, None),
@@ -250,10 +266,11 @@ def blockwise_bf16_wgrad(
         grad_rounding=grad_rounding,
         scale=scale,
         eps=eps,
-        cache_weights=cache_weights,
+        weight_lifetime=weight_lifetime,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def mxfp8(
     *,
     format: str = "e4m3",
@@ -263,7 +280,7 @@ def mxfp8(
     eps: float = 0.0,
     weight_block: tuple[int, int] = MX_LINE,
     emulate: bool = False,
-    cache_weights: bool = False,
+    weight_lifetime: str = CALL,
 ) -> Recipe:
     """MXFP8 recipe: one power-of-two scale, stored in a byte, per 32 values along the contraction dim.
 
@@ -281,7 +298,7 @@ def mxfp8(
             GEMMs.
         emulate: Whether a GPU without MX GEMMs multiplies the exact values in float64, slowly, instead of raising an
             error.
-        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+        weight_lifetime: How long quantized weights live; see ``Recipe``.
 
     Raises:
         ValueError: ``scale`` or ``weight_block`` has a value that is not allowed.
@@ -298,12 +315,13 @@ def mxfp8(
         grad_format=grad_format,
         grad_rounding=grad_rounding,
         emulate=emulate,
-        cache_weights=cache_weights,
+        weight_lifetime=weight_lifetime,
         scale=scale,
         eps=eps,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def nvfp4(
     *,
     weight_block: tuple[int, int] = NV_TILE,
@@ -314,13 +332,13 @@ def nvfp4(
     scale: str = "transformer_engine",
     outer: str = "quotient",
     emulate: bool = False,
-    cache_weights: bool = False,
+    weight_lifetime: str | None = None,
 ) -> Recipe:
     """NVFP4 recipe: 4-bit values, one e4m3 scale per 16 values, and one float32 scale per tensor.
 
     Blocks of 16 values extend along the contraction dim. Weights have one scale per 16 x 16 block, so that forward and
     backward use the same quantized weight, at half a byte per element. Compiled code keeps it for the backward
-    (``keep_weight_codes``), which then does not read the high-precision weight. Both operands of grad_weight are
+    (``weight_lifetime="pass"``), which then does not read the high-precision weight. Both operands of grad_weight are
     Hadamard-transformed along tokens before they are quantized, which spreads outliers over their neighbours. Their
     global scales are computed after the transform. Each expert is quantized independently.
 
@@ -341,7 +359,8 @@ def nvfp4(
             requires ``scale="transformer_engine"``. ``"quotient"`` uses the result of ``scale`` unchanged.
         emulate: Whether a GPU without NVFP4 GEMMs multiplies the exact values in float64, slowly, instead of raising
             an error.
-        cache_weights: Whether layers cache quantized weights between optimizer steps; see ``Recipe``.
+        weight_lifetime: How long quantized weights live; see ``Recipe``. By default for a ``"pass"`` if output and
+            grad_input use one quantized weight, else for a ``"call"``.
 
     Raises:
         ValueError: An argument has a value that is not allowed.
@@ -371,18 +390,18 @@ def nvfp4(
         "input_for_grad_weight": TwoLevelScaling(**pillar, hadamard=hadamard),
     }
     taken: dict[str, Any] = gradients if backward == "nvfp4" else {}
-    keeps = backward == "nvfp4" and weight_block == NV_TILE  # both products of the weight read them
+    is_shared = backward == "nvfp4" and weight_block == NV_TILE  # both GEMMs of the weight read it
     return Recipe(
         input=line,
         weight=weight,
         emulate=emulate,
-        cache_weights=cache_weights,
-        keep_weight_codes=keeps,
+        weight_lifetime=weight_lifetime or (PASS if is_shared else CALL),
         dequantized_gradients=backward == "dequantized",
         **taken,
     )
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def delayed(
     *,
     format: str = "e4m3",
@@ -390,7 +409,7 @@ def delayed(
     history: int = 1024,
     algorithm: str = "max",
     margin: int = 0,
-    keep_weight_codes: bool = True,
+    weight_lifetime: str = PASS,
 ) -> Recipe:
     """Recipe with one scale per tensor, from the amaxes of earlier steps; all three GEMMs run in FP8.
 
@@ -402,8 +421,9 @@ def delayed(
         history: Length of the amax history of each operand.
         algorithm: ``"max"`` or ``"most_recent"``; see ``fp8compile.DelayedScaling``.
         margin: Headroom in powers of two between the scaled amax and the largest value of the format.
-        keep_weight_codes: Whether quantized weights are kept from the forward to the backward, which takes one byte
-            per element; see ``fp8compile.Recipe``. If False, the backward requantizes weights.
+        weight_lifetime: How long quantized weights live; see ``fp8compile.Recipe``. With ``"pass"``, they are kept
+            from the forward to the backward, which takes one byte per element; with ``"call"``, the backward
+            requantizes weights. ``"step"`` is not supported.
 
     Source: see ``fp8compile.DelayedScaling``. The defaults are those of TransformerEngine with the format ``HYBRID``.
     """
@@ -416,7 +436,7 @@ def delayed(
         weight_for_grad_input=value,
         grad_output_for_grad_weight=gradient,
         input_for_grad_weight=value,
-        keep_weight_codes=keep_weight_codes,
+        weight_lifetime=weight_lifetime,
     )
 
 
@@ -579,8 +599,7 @@ ARGUMENTS = {
     "history": "weight.history",
     "algorithm": "weight.algorithm",
     "margin": "weight.margin",
-    "keep_weight_codes": "keep_weight_codes",
-    "cache_weights": "cache_weights",
+    "weight_lifetime": "weight_lifetime",
     "weight_block": "weight.block",
     "seed": "grad_output.seed",
     "hadamard": "input_for_grad_weight.hadamard",
@@ -599,12 +618,14 @@ def _call(name: str, recipe: Recipe) -> str | None:
                 "scale": attrgetter(ARGUMENTS["scale"])(recipe),
                 "backward": "dequantized" if recipe.dequantized_gradients else "bf16",
                 "emulate": recipe.emulate,
-                "cache_weights": recipe.cache_weights,
+                "weight_lifetime": recipe.weight_lifetime,
             }
         else:
             arguments = {each: attrgetter(ARGUMENTS[each])(recipe) for each in defaults if each in ARGUMENTS}
         if "outer" in defaults:
             arguments["outer"] = "reciprocal" if weight.scale == "reciprocal" else defaults["outer"]
+        if defaults["weight_lifetime"] is None and function(**arguments | {"weight_lifetime": None}) == recipe:
+            arguments["weight_lifetime"] = None
         made = function(**arguments)
     except (AttributeError, TypeError, ValueError):  # the recipe lacks an attribute, or the function refuses a value
         return None

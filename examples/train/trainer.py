@@ -144,7 +144,8 @@ class Trainer:
         for (module, name), values in masters.items():
             setattr(module, name, nn.Parameter(values.bfloat16()))  # autocast would quantize these rounded values
         # The head stays in bf16, as is usual, because its errors go directly into the loss.
-        options = {"quantized_parameters": self._has_masters, "keep_initial": self._has_masters}
+        lifetime = "parameter" if self._has_masters else None
+        options = {"weight_lifetime": lifetime, "keep_initial": self._has_masters}
         f8.convert(self.model, recipe, filter="!head", amax_group=group, **options)
         with torch.no_grad():
             for (module, name), values in masters.items():

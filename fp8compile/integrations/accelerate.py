@@ -31,6 +31,7 @@ from fp8compile import MasterWeights as EagerMasterWeights
 from fp8compile._compat import hooks_of
 from fp8compile.integrations.conversion import Conversion
 from fp8compile.nn.convertible.assign_recipes import Recipes
+from fp8compile.quantizers import PARAMETER
 from fp8compile.tensor import is_quantized_parameter
 
 __all__ = ["MasterWeights", "convert", "converted", "fsdp2_plugin"]
@@ -41,7 +42,7 @@ VERSION_1 = (
 )
 RAM_EFFICIENT = (
     "accelerate's cpu_ram_efficient_loading sends each entry of the state dict as a DTensor, but the state dict of "
-    "FP8 parameters has plain tensors. Set cpu_ram_efficient_loading=False, or omit quantized_parameters."
+    "FP8 parameters has plain tensors. Set cpu_ram_efficient_loading=False, or use another weight_lifetime."
 )
 FELL_BACK = (
     "FSDP was requested by a plugin, training arguments or a configuration file, but accelerate runs {kind}: "
@@ -99,7 +100,7 @@ def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState,
     plugin is detected automatically.
 
     Raises:
-        ValueError: FP8 all-gather is requested with FSDP1, or ``quantized_parameters`` is combined with the plugin's
+        ValueError: FP8 all-gather is requested with FSDP1, or FP8 parameters are combined with the plugin's
             ``cpu_ram_efficient_loading``.
     """
     if conversion.gather and _shards_by_version_1(state):
@@ -108,8 +109,8 @@ def converted(conversion: Conversion, model: nn.Module, state: AcceleratorState,
     plugin = fsdp2_plugin(state)
     if plugin is not None and state.mixed_precision != "no":
         _as_accelerate_will_cast(model)
-    if plugin is not None and plugin.cpu_ram_efficient_loading and conversion.options.get("quantized_parameters"):
-        raise ValueError(f"quantized_parameters: {RAM_EFFICIENT}")
+    if plugin is not None and plugin.cpu_ram_efficient_loading and conversion.makes_parameters():
+        raise ValueError(f"weight_lifetime={PARAMETER!r}: {RAM_EFFICIENT}")
     checkpointed |= plugin is not None and plugin.activation_checkpointing
     conversion.apply(model, sharded=plugin is not None, checkpointed=checkpointed)
     if plugin is not None:
@@ -146,7 +147,7 @@ def convert(
 
     Raises:
         ValueError: The accelerator has already prepared an optimizer or a model; ``fsdp_float8_all_gather`` is True,
-            but the accelerator uses FSDP1; ``quantized_parameters`` is combined with the plugin's
+            but the accelerator uses FSDP1; FP8 parameters are combined with the plugin's
             ``cpu_ram_efficient_loading``; or `fp8compile.convert` or ``fp8compile.parallel.fsdp_float8_all_gather``
             raises it.
     """

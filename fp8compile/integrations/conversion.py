@@ -11,6 +11,7 @@ from torch import nn
 from fp8compile.nn import convert
 from fp8compile.nn.convertible.assign_recipes import Recipes
 from fp8compile.parallel import fsdp_float8_all_gather
+from fp8compile.quantizers import PARAMETER, Recipe
 
 __all__ = ["Conversion"]
 
@@ -34,7 +35,14 @@ class Conversion:
 
         ``sharded`` is whether FSDP2 will shard the model.
         """
-        return bool(self.options.get("quantized_parameters")) or (sharded and self.gather)
+        return self.makes_parameters() or (sharded and self.gather)
+
+    def makes_parameters(self) -> bool:
+        """Whether conversion creates FP8 parameters; False if a function chooses recipes, which is not called here."""
+        if (lifetime := self.options.get("weight_lifetime")) is not None:
+            return lifetime == PARAMETER
+        recipes = self.recipe.values() if isinstance(self.recipe, Mapping) else (self.recipe,)
+        return any(isinstance(each, Recipe) and each.weight_lifetime == PARAMETER for each in recipes)
 
     def apply(self, model: nn.Module, *, sharded: bool, checkpointed: bool) -> nn.Module:
         """Convert a model in place and return it; it must be neither compiled nor sharded yet.

@@ -94,7 +94,7 @@ class F8Callback(TrainerCallback):
 
     Raises:
         ValueError: The Trainer already has an optimizer whose parameters would be replaced; FP8 all-gather is
-            requested with FSDP1; ``quantized_parameters`` is combined with ``cpu_ram_efficient_loading`` of FSDP2; the
+            requested with FSDP1; FP8 parameters are combined with ``cpu_ram_efficient_loading`` of FSDP2; the
             model has no FP8 layers when training begins; or `fp8compile.convert` raises it.
     """
 

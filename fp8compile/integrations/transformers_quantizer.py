@@ -7,6 +7,7 @@ save_pretrained: the state dict, with codes where parameters are quantized; conf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ from fp8compile.nn import convert
 from fp8compile.nn.convertible.convertible_layers import is_converted, layers, weight_names
 from fp8compile.nn.layer.codes_in_state import ENDS, PARTS
 from fp8compile.nn.weights.quantize_weights import check_weights, quantizers_of_sets
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import CALL, PARAMETER, Recipe
 from fp8compile.tensor import QuantizedParameter
 
 __all__ = ["F8Config", "F8Quantizer"]
 
 METHOD = "fp8compile"
-OPTIONS = ("recipe", "filter", "quantized_parameters", "share_outer_scale")
+OPTIONS = ("recipe", "filter", "weight_lifetime", "share_outer_scale")
 
 
 @register_quantization_config(METHOD)
@@ -39,14 +40,17 @@ class F8Config(QuantizationConfigMixin):
         recipe: A recipe, its name such as ``"rowwise"``, or a mapping from name patterns to recipes.
         filter: Which layers to convert: name patterns, as for `fp8compile.convert`. By default all layers except
             output embeddings and tied weights, which transformers keeps in high precision.
-        quantized_parameters: Whether to quantize weights one by one while loading, and store them as FP8 parameters.
-            Train FP8 parameters with `fp8compile.integrations.transformers.master_weights`, or freeze them.
+        weight_lifetime: How long the FP8 data of weights live, as for `fp8compile.convert`; by default, what each
+            recipe says. With ``"parameter"``, weights are quantized one by one while loading, and stored as FP8
+            parameters. Train these with `fp8compile.integrations.transformers.master_weights`, or freeze them.
         share_outer_scale: Layers that share a global scale; see `fp8compile.convert`.
-        others: Only ``quant_method="fp8compile"`` is allowed, which transformers reads from config.json.
+        others: Only what transformers reads from config.json: ``quant_method="fp8compile"``, and
+            ``quantized_parameters`` in files of earlier versions.
 
     Raises:
         ValueError: The name of the recipe is unknown, a recipe read from JSON has an unknown class or field, a recipe
-            has delayed scaling, or ``share_outer_scale`` is combined with ``quantized_parameters``.
+            has delayed scaling or ``weight_lifetime="parameter"``, or FP8 parameters are combined with
+            ``share_outer_scale``.
         TypeError: ``recipe`` is not a recipe, or has a quantizer that can't be stored as JSON; or a keyword argument
             is unknown.
     """
@@ -56,21 +60,23 @@ class F8Config(QuantizationConfigMixin):
         recipe: Any = "rowwise",
         *,
         filter: Sequence[str] | None = None,
-        quantized_parameters: bool = False,
+        weight_lifetime: str | None = None,
         share_outer_scale: Any = False,
         **others: Any,
     ) -> None:
+        if others.pop("quantized_parameters", False):
+            weight_lifetime = PARAMETER
         if others := {name: value for name, value in others.items() if (name, value) != ("quant_method", METHOD)}:
             given = ", ".join(f"{name}={value!r}" for name, value in others.items())
             raise TypeError(
                 f"F8Config: got {given}, but the options are {', '.join(OPTIONS)}. To pass other arguments of "
                 "fp8compile.convert, load the model without F8Config and convert it. Pass options of a recipe to "
-                "the recipe's function, such as fp8compile.recipes.rowwise(cache_weights=True)."
+                "the recipe's function, such as fp8compile.recipes.rowwise(scale='pow2')."
             )
         self.quant_method: Any = METHOD
         self.recipe: Any = recipe_from_json(recipe)
         self.filter: list[str] | None = None if filter is None else list(filter)
-        self.quantized_parameters: bool = quantized_parameters
+        self.weight_lifetime: str | None = weight_lifetime
         self.share_outer_scale: Any = share_outer_scale
         recipes = self.recipe.values() if isinstance(self.recipe, Mapping) else [self.recipe]
         for each in recipes:
@@ -81,12 +87,21 @@ class F8Config(QuantizationConfigMixin):
                     "F8Config: the recipe uses delayed scaling, but checkpoints in high precision do not contain "
                     "its state. Load the model, and convert it with fp8compile.convert."
                 )
-        if quantized_parameters and share_outer_scale:
+        if weight_lifetime is None and any(each.weight_lifetime == PARAMETER for each in recipes):
             raise ValueError(
-                "F8Config: share_outer_scale can't be combined with quantized_parameters, because each weight is "
-                "quantized as soon as it is read, before the others are available. Omit one of them."
+                f"F8Config: a recipe has weight_lifetime={PARAMETER!r}, but FP8 parameters are created for all "
+                f"layers, while the model is loaded. Pass F8Config(weight_lifetime={PARAMETER!r}) instead."
+            )
+        if self.makes_parameters() and share_outer_scale:
+            raise ValueError(
+                f"F8Config: share_outer_scale can't be combined with weight_lifetime={PARAMETER!r}, because each "
+                "weight is quantized as soon as it is read, before the others are available. Omit one of them."
             )
         recipe_to_json(self.recipe)  # raises now, and not when the model is saved
+
+    def makes_parameters(self) -> bool:
+        """Whether weights become FP8 parameters while the model is loaded."""
+        return self.weight_lifetime == PARAMETER
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as a JSON-serializable dict, as stored in config.json."""
@@ -171,20 +186,24 @@ class F8Quantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         own = self.quantization_config
-        convert(model, own.recipe, filter=self._filter(model), share_outer_scale=own.share_outer_scale)
-        if own.quantized_parameters:
+        lifetime = CALL if own.makes_parameters() else own.weight_lifetime  # weights are quantized when they are read
+        how = {"filter": self._filter(model), "share_outer_scale": own.share_outer_scale}
+        convert(model, own.recipe, weight_lifetime=lifetime, **how)
+        if own.makes_parameters():
             check_weights(model, {each: each.recipe for each in model.modules() if is_converted(each)})
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for module in model.modules():
             if is_converted(module):
                 module.reach_codes()
+                if module.is_quantized():
+                    module.take_recipe(replace(module.recipe, weight_lifetime=PARAMETER))
         used = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [each for each in used if not _is_own(each)]
         return model
 
     def _makes_codes(self, model: nn.Module, name: str) -> bool:
-        if not self.quantization_config.quantized_parameters:
+        if not self.quantization_config.makes_parameters():
             return False
         path, _, own = name.rpartition(".")
         layer = model.get_submodule(path)
@@ -200,7 +219,7 @@ class F8Quantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Return a conversion for each parameter that is quantized in the checkpoint, then ``weight_conversions``."""
-        if not self.pre_quantized or not self.quantization_config.quantized_parameters:
+        if not self.pre_quantized or not self.quantization_config.makes_parameters():
             return weight_conversions
         names = {name for each in model.modules() if is_converted(each) for name in weight_names(each)}
         own = [WeightConverter(_names_in_state(name), name, [_Codes(self, name)]) for name in sorted(names)]

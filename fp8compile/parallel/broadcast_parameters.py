@@ -35,7 +35,7 @@ def broadcast_parameters(model: Model, *, group: ProcessGroup | None = None, sou
     ``DistributedDataParallel`` can't broadcast quantized parameters. Call this function first, then
     ``DistributedDataParallel(model, init_sync=False)``, which skips the broadcast. Create optimizers after this call,
     so that the float32 masters of ``fp8compile.MasterWeights`` start from the source rank's values. Weights cached by
-    ``cache_weights`` are requantized, as after any write.
+    ``weight_lifetime="step"`` are requantized, as after any write.
 
     Args:
         model: A model with the same parameters on all ranks, all of which must call this.

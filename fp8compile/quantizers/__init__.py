@@ -5,12 +5,18 @@ from fp8compile.quantizers.current_scaling import CurrentScaling
 from fp8compile.quantizers.delayed_scaling import DelayedScaling
 from fp8compile.quantizers.gemm_config import GemmConfig
 from fp8compile.quantizers.quantizer import Quantizer, transposed, with_block
-from fp8compile.quantizers.recipe import GEMMS, TENSORS, Gemm, Recipe, gemm_kind
+from fp8compile.quantizers.recipe import CALL, GEMMS, PARAMETER, PASS, STEP, TENSORS, Gemm, Recipe, gemm_kind
+from fp8compile.quantizers.replaced_arguments import LIFETIME_ARGUMENTS, replaced_arguments
 from fp8compile.quantizers.root_scaling import RootScaling
 from fp8compile.quantizers.two_level_scaling import TwoLevelScaling
 
 __all__ = [
+    "CALL",
     "GEMMS",
+    "LIFETIME_ARGUMENTS",
+    "PARAMETER",
+    "PASS",
+    "STEP",
     "TENSORS",
     "Constant",
     "CurrentScaling",
@@ -22,6 +28,7 @@ __all__ = [
     "RootScaling",
     "TwoLevelScaling",
     "gemm_kind",
+    "replaced_arguments",
     "transposed",
     "with_block",
 ]

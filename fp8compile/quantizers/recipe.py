@@ -22,7 +22,7 @@ from fp8compile.quantizers.delayed_scaling import DelayedScaling
 from fp8compile.quantizers.gemm_config import GemmConfig
 from fp8compile.quantizers.quantizer import Quantizer
 
-__all__ = ["GEMMS", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
+__all__ = ["CALL", "GEMMS", "PARAMETER", "PASS", "STEP", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
 
 
 class Gemm(NamedTuple):
@@ -77,6 +77,8 @@ def gemm_kind(a: Block, b: Block) -> str | None:
     return None
 
 
+# how long the quantized data of a weight live, from the shortest
+CALL, PASS, STEP, PARAMETER = LIFETIMES = "call", "pass", "step", "parameter"
 # slots of the gradients' GEMMs, and the slots of the forward for the same tensor
 FORWARD_SLOTS = {"weight_for_grad_input": "weight", "input_for_grad_weight": "input"}
 
@@ -97,15 +99,19 @@ class Recipe(Constant):
             MX, on a CPU) ignore it.
         fast_accumulation_grad_input: The same for the grad_input GEMM.
         fast_accumulation_grad_weight: The same for the grad_weight GEMM.
-        keep_weight_codes: Whether compiled code on a GPU quantizes a weight for output and grad_input in one pass, and
-            keeps the result for the backward. The weight is then read once instead of twice. Until the backward, this
-            takes one byte of memory per element, or half a byte in four bits. Nothing is kept if a dim of the weight
-            is not a multiple of 32, under FSDP, which frees weights after the forward, or in a checkpointed region
-            (except with PyTorch 2.11).
-        cache_weights: Whether a layer caches its quantized weight between optimizer steps, instead of quantizing the
-            weight in each forward and backward of every micro-batch. The cache takes one byte of memory per element of
-            the weight (with FSDP2, of the rank's shard), or two bytes if output and grad_input quantize the weight
-            differently. Results are bit-identical. See docs/memory.md.
+        weight_lifetime: How long the quantized data of a weight live. Results are bit-identical for the first three.
+            ``"call"``: each GEMM quantizes the weight, and nothing is kept.
+            ``"pass"``: compiled code on a GPU quantizes a weight for output and grad_input in one pass, and keeps the
+            result for the backward. The weight is then read once instead of twice. Until the backward, this takes one
+            byte of memory per element, or half a byte in four bits. Nothing is kept if a dim of the weight is not a
+            multiple of 32, under FSDP, which frees weights after the forward, or in a checkpointed region (except with
+            PyTorch 2.11).
+            ``"step"``: a layer caches its quantized weight between optimizer steps, instead of quantizing the weight
+            in each forward and backward of every micro-batch. The cache takes one byte of memory per element of the
+            weight (with FSDP2, of the rank's shard), or two bytes if output and grad_input quantize the weight
+            differently. See docs/memory.md.
+            ``"parameter"``: the quantized data are the parameter, without a copy in high precision; only
+            ``fp8compile.convert`` creates such layers. See docs/parameters.md.
         dequantized_output: Whether the output GEMM multiplies dequantized values, rounded to the layer's dtype, in
             high precision. Use this if only one operand has a quantizer (W4A16 quantizes ``weight`` alone), or if no
             GEMM supports the two formats together. Gradients ignore the rounding: the weight's gradient is ``dy^T @
@@ -123,10 +129,10 @@ class Recipe(Constant):
     Raises:
         ValueError: Only one operand of a GEMM is quantized, or no GEMM supports the two operands, except for the
             output GEMM with ``dequantized_output``. With delayed scaling, the two quantizers of one tensor differ, or
-            those of two tensors differ in ``history`` or ``algorithm``. ``keep_weight_codes`` is set, but output and
-            grad_input quantize the weight differently. ``dequantized_output`` or ``dequantized_gradients`` is set, but
-            nothing is quantized, a quantizer has delayed scaling, or (for the latter) no gradient is in high
-            precision.
+            those of two tensors differ in ``history`` or ``algorithm``. ``weight_lifetime`` is none of the four
+            values, or it is ``"pass"`` but output and grad_input quantize the weight differently.
+            ``dequantized_output`` or ``dequantized_gradients`` is set, but nothing is quantized, a quantizer has
+            delayed scaling, or (for the latter) no gradient is in high precision.
         TypeError: The field of an operand is neither a quantizer nor None, or a flag is not a bool.
     """
 
@@ -139,8 +145,7 @@ class Recipe(Constant):
     fast_accumulation_output: bool = True
     fast_accumulation_grad_input: bool = False
     fast_accumulation_grad_weight: bool = False
-    keep_weight_codes: bool = False
-    cache_weights: bool = False
+    weight_lifetime: str = CALL
     dequantized_output: bool = False
     dequantized_gradients: bool = False
     emulate: bool = False
@@ -154,23 +159,34 @@ class Recipe(Constant):
             if not (gemm is GEMMS[0] and self.dequantized_output is True):
                 self._check_pair(gemm)
         high = "dequantized_output", "dequantized_gradients"
-        switches = ("emulate", "by_mx", "keep_weight_codes", "cache_weights", *high)
+        switches = ("emulate", "by_mx", *high)
         for switch in (*switches, *(f"fast_accumulation_{gemm.name}" for gemm in GEMMS)):
             if type(getattr(self, switch)) is not bool:
                 raise TypeError(f"Recipe: `{switch}` is {getattr(self, switch)!r}; it must be True or False.")
         self._check_delayed()
-        self._check_kept()
+        self._check_lifetime()
         self._check_dequantized_output()
         self._check_dequantized()
 
-    def _check_kept(self) -> None:
-        if self.keep_weight_codes and (self.weight is None or self.weight != self.weight_for_grad_input):
+    def _check_lifetime(self) -> None:
+        if self.weight_lifetime not in LIFETIMES:
             raise ValueError(
-                "Recipe: keep_weight_codes requires the same quantizer for weight and weight_for_grad_input, "
+                f"Recipe: `weight_lifetime` is {self.weight_lifetime!r}; it must be {', '.join(map(repr, LIFETIMES))}."
+            )
+        if self.weight_lifetime == PASS and not self._quantizes_weight_once():
+            raise ValueError(
+                f"Recipe: weight_lifetime={PASS!r} requires the same quantizer for weight and weight_for_grad_input, "
                 f"because grad_input reuses the weight that the forward quantized; got {self.weight!r} and "
                 f"{self.weight_for_grad_input!r}. Use one quantizer with tensorwise or square blocks for both, or "
-                "omit keep_weight_codes."
+                f"weight_lifetime={CALL!r}."
             )
+
+    def _quantizes_weight_once(self) -> bool:
+        return self.weight is not None and self.weight == self.weight_for_grad_input
+
+    def keeps_weight_for_backward(self) -> bool:
+        """Whether grad_input reads the data that the forward quantized; see ``weight_lifetime``."""
+        return self.weight_lifetime in (PASS, STEP) and self._quantizes_weight_once()
 
     def _check_dequantized_output(self) -> None:
         if not self.dequantized_output:

@@ -66,7 +66,7 @@ def _blank_set(func: Any, x: QuantizedParameter, own: Quantized, size: Sequence[
         raise TypeError(
             f"{func} {tuple(size)} of a QuantizedParameter that stores values of two rows in one byte "
             f"({own.quantizer!r}) requires an even number of rows. If this is fully_shard: use an even number of rows "
-            "per rank, use fp8compile.recipes.nvfp4() with weight_block=(16, 16), or omit quantized_parameters."
+            "per rank, use fp8compile.recipes.nvfp4() with weight_block=(16, 16), or weight_lifetime='call'."
         )
     batch, outer = tuple(size[: x.batch]), own.outer_scale
     codes = own.codes.new_zeros((*batch, *own.quantizer.codes_shape(size[x.batch :])), **kwargs)

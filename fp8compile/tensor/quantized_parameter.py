@@ -54,7 +54,7 @@ COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
 # PyTorch ops that only a QuantizedParameter supports. The other files of this package fill the table.
 WRITES: dict[Any, Callable[..., Any]] = {}
 CUT_BY_COLUMNS = (
-    "quantized_parameters: a weight that is quantized differently for forward and backward is sharded along dim 1, "
+    "FP8 parameters: a weight that is quantized differently for forward and backward is sharded along dim 1, "
     "which is not supported. Omit shard_placement_fn for it."
 )
 IF_DDP = (
@@ -363,11 +363,11 @@ class QuantizedParameter(FullyShardHooks, QuantizedTensor):
         """Return the advice in the error about a view that would cut a block."""
         if self.quantizer_for_grad_input is not None:
             return (
-                "exclude this weight from quantized_parameters with the filter of fp8compile.convert, and "
-                "all-gather it in FP8 with fp8compile.parallel.fsdp_float8_all_gather, which supports split blocks."
+                "convert this weight with weight_lifetime='call', and all-gather it in FP8 with "
+                "fp8compile.parallel.fsdp_float8_all_gather, which supports split blocks."
             )
         return (
-            "exclude this weight from quantized_parameters. If this is fully_shard: row shards may split blocks, "
+            "convert this weight with weight_lifetime='call'. If this is fully_shard: row shards may split blocks, "
             "column shards may not (omit shard_placement_fn)."
         )
 

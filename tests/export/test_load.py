@@ -61,11 +61,11 @@ def test_transposed_experts_come_back(kind, case, tmp_path, assert_bits_equal):
     back = other(kind, case)
     assert "model.layers.0.self_attn.q_proj.weight" in f8.load_quantized(back, tmp_path / "x").codes
     assert_bits_equal(models.logits(back), models.logits(model))
-    codes = other(kind, case, quantized_parameters=True)  # lie in memory as those that convert makes
+    codes = other(kind, case, weight_lifetime="parameter")  # lie in memory as those that convert makes
     f8.load_quantized(codes, tmp_path / "x")
     for name, each in codes.named_parameters():
         if isinstance(each, f8.QuantizedTensor):
-            own = models.converted(models.make(kind), FORMATS[case], quantized_parameters=True).get_parameter(name)
+            own = models.converted(models.make(kind), FORMATS[case], weight_lifetime="parameter").get_parameter(name)
             assert [a.quantizer for a in each.sets()] == [b.quantizer for b in own.sets()]
 
 
@@ -84,7 +84,7 @@ def test_the_stream_of_a_loaded_model_is_its_file(case, tmp_path, assert_bits_eq
 
 def test_parameters_that_are_codes_already_take_the_folders(tmp_path, assert_bits_equal):
     model = saved("llama", "modelopt mxfp8", tmp_path / "x")
-    back = other("llama", "modelopt mxfp8", quantized_parameters=True)
+    back = other("llama", "modelopt mxfp8", weight_lifetime="parameter")
     f8.load_quantized(back, tmp_path / "x")
     assert_bits_equal(models.logits(back), models.logits(model))
 

@@ -99,7 +99,7 @@ def test_transformers_reads_the_codes_that_trained(kind, recipe, tmp_path, asser
 )
 def test_parameters_that_are_codes_are_written_as_they_are(kind, recipe, form, assert_bits_equal):
     values = models.converted(models.make(kind), recipe)
-    codes = models.converted(models.make(kind), recipe, quantized_parameters=True)
+    codes = models.converted(models.make(kind), recipe, weight_lifetime="parameter")
     of_values = dict(f8.export.tensors(values, form))
     of_codes = dict(f8.export.tensors(codes, form))
     assert list(of_values) == list(of_codes)

@@ -81,7 +81,7 @@ def difference(found, whole):
 def streams_of_a_dense_model(recipes, ways):
     found = {}
     for recipe, way in product(recipes, ways):
-        options = {"quantized_parameters": True} if way.startswith("codes") else {}
+        options = {"weight_lifetime": "parameter"} if way.startswith("codes") else {}
         whole = dict(f8.export.tensors(dense(recipe, **options), DENSE[recipe][0]))
         model = spread(dense(recipe, **options), way.removeprefix("codes, "))
         found[f"{recipe} {way}"] = difference(list(f8.export.tensors(model, DENSE[recipe][0])), whole)
@@ -149,7 +149,7 @@ def streams_of_experts_and_attention():
     whole, found = dict(f8.export.tensors(experts(), "fine_grained_fp8")), {}
     attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel()) | {"o_proj": RowwiseParallel()}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-    for case, options in (("values", {}), ("codes", {"quantized_parameters": True})):
+    for case, options in (("values", {}), ("codes", {"weight_lifetime": "parameter"})):
         model = models.converted(models.make("qwen3_moe_4"), f8.recipes.blockwise(), **options)
         parallelize_module(model, mesh["ep"], {"model.layers.*.mlp.experts": f8.parallel.ExpertParallel()})
         if case == "values":
@@ -205,7 +205,9 @@ def streams_of_transposed_experts():
     for recipe, codes in product(("rowwise", "nvfp4"), (False, True)):
 
         def made_again(recipe=recipe, codes=codes):
-            return models.converted(models.make("gpt_oss"), f8.recipes.by_name(recipe), quantized_parameters=codes)
+            return models.converted(
+                models.make("gpt_oss"), f8.recipes.by_name(recipe), weight_lifetime="parameter" if codes else None
+            )
 
         whole = dict(f8.export.tensors(made_again(), "compressed-tensors"))
         model = fully_shard(made_again(), mesh=mesh)

@@ -81,7 +81,7 @@ def model_of(name, *, seed, experts=True, **options):
     torch.manual_seed(seed)
     expert_sizes = EXPERTS.get(name, (36, 20)) if experts and name != "delayed" else None
     model = Model(SIZES.get(name, (36, 36)), expert_sizes).bfloat16()
-    options = {"quantized_parameters": True, **options}
+    options = {"weight_lifetime": "parameter", **options}
     return f8.convert(model, RECIPES[name], filter=lambda *_: True, **options)
 
 

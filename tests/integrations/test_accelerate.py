@@ -19,7 +19,7 @@ from fp8compile.testing.bits import difference
 sys.path.append(str(Path(__file__).parents[1] / "behaviour"))
 
 STEPS = 3
-MASTERS = {"quantized_parameters": True, "keep_initial": True}
+MASTERS = {"weight_lifetime": "parameter", "keep_initial": True}
 needs_groups = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups in a subclass need PyTorch 2.12")
 
 
@@ -201,7 +201,7 @@ def test_hooks_stay_when_masters_are_made():
     from fp8compile.integrations.accelerate import MasterWeights
 
     model = f8.convert(
-        torch.nn.Sequential(torch.nn.Linear(64, 64)), f8.recipes.tensorwise(), quantized_parameters=True
+        torch.nn.Sequential(torch.nn.Linear(64, 64)), f8.recipes.tensorwise(), weight_lifetime="parameter"
     )
     optimizer, calls = MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1), []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))

@@ -20,7 +20,7 @@ from fp8compile.testing.bits import difference
 pytest.importorskip("lightning", reason="needs lightning 2.6 or later (the extra fp8compile[test] has it)")
 
 STEPS, ROWS, WIDTH = 4, 4, 64
-MASTERS = {"quantized_parameters": True, "keep_initial": True}
+MASTERS = {"weight_lifetime": "parameter", "keep_initial": True}
 needs_groups = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups in a subclass need PyTorch 2.12")
 # what Lightning says of a run as small as these, and of what it loads
 pytestmark = pytest.mark.filterwarnings(

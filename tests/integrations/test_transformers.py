@@ -171,7 +171,7 @@ def test_the_monitor_callback_is_attached_anew_where_the_trainer_begins_again(tm
 @pytest.mark.parametrize("codes", [False, True])
 def test_a_trainer_resumes_to_the_digit(tmp_path, codes):
     # weights that are codes are quantized in the dtype that autocast computes in
-    options = {"quantized_parameters": True, "keep_initial": True} if codes else {}
+    options = {"weight_lifetime": "parameter", "keep_initial": True} if codes else {}
     dtype = torch.bfloat16 if codes else torch.float32
     whole, resumed = (
         losses_of(trainer_of(str(tmp_path), [callback(**options)], model=llama(dtype), master=codes), resume)
@@ -190,7 +190,7 @@ def test_an_optimizer_of_parameters_that_are_replaced_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"was given an optimizer.*pass optimizer_cls_and_kwargs="):
         trainer_of(
             str(tmp_path),
-            [callback(quantized_parameters=True)],
+            [callback(weight_lifetime="parameter")],
             model=model,
             trainer={"optimizers": (optimizer, None)},
         )
@@ -295,7 +295,7 @@ def test_codes_are_gathered_with_the_bits_of_values_and_a_run_resumes(tmp_path, 
 
 
 def masters_resume(folder):
-    options = {"quantized_parameters": True, "keep_initial": True}
+    options = {"weight_lifetime": "parameter", "keep_initial": True}
     whole, resumed, plain = on_ranks(
         folder,
         [{}, {"resume": f"checkpoint-{HALF}"}, {"callback": {}, "master": False, "save_strategy": "no"}],
@@ -320,7 +320,7 @@ def refused_on_ranks(folder):
 
     refused(
         "cpu_ram_efficient_loading=False",
-        callback={"quantized_parameters": True},
+        callback={"weight_lifetime": "parameter"},
         config={"cpu_ram_efficient_loading": True},
     )
 

@@ -50,8 +50,8 @@ def loaded(path, config=None):
 )
 def test_a_loaded_model_is_the_converted_one_and_comes_back(kind, recipe, codes, folder, tmp_path, assert_bits_equal):
     recipe = RECIPES[recipe]
-    model = loaded(folder / kind, F8Config(recipe, quantized_parameters=codes))
-    wanted = models.logits(models.converted(models.make(kind), recipe, quantized_parameters=codes))
+    model = loaded(folder / kind, F8Config(recipe, weight_lifetime="parameter" if codes else None))
+    wanted = models.logits(models.converted(models.make(kind), recipe, weight_lifetime="parameter" if codes else None))
     assert_bits_equal(models.logits(model), wanted)
     model.save_pretrained(tmp_path / "x")
     back = loaded(tmp_path / "x")  # config.json says how
@@ -71,7 +71,7 @@ class Rows(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("codes", [False, True])
 def test_a_trainer_trains_saves_and_compiles_it(codes, folder, tmp_path, assert_bits_equal):
-    model = loaded(folder / "llama", F8Config("blockwise", quantized_parameters=codes))
+    model = loaded(folder / "llama", F8Config("blockwise", weight_lifetime="parameter" if codes else None))
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path,
         max_steps=3,
@@ -129,7 +129,7 @@ def test_what_it_can_not_do_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="uses delayed scaling"):
         F8Config("delayed")
     with pytest.raises(ValueError, match="before the others are available"):
-        F8Config("nvfp4", quantized_parameters=True, share_outer_scale=True)
+        F8Config("nvfp4", weight_lifetime="parameter", share_outer_scale=True)
     with pytest.raises(ValueError, match="no recipe"):
         F8Config("rowise")
     with pytest.raises(TypeError, match="`recipe` is 3"):
@@ -148,4 +148,19 @@ def test_what_it_can_not_do_is_refused(folder, tmp_path):
         recipe_from_json({"class": "Recipe", "wieght": None})
     bf16_wgrad = f8.Recipe(input=f8.CurrentScaling(), weight=f8.CurrentScaling())
     with pytest.raises(ValueError, match="leaves a GEMM of the weight in high precision"):
-        loaded(folder / "llama", F8Config(bf16_wgrad, quantized_parameters=True))
+        loaded(folder / "llama", F8Config(bf16_wgrad, weight_lifetime="parameter"))
+
+
+def test_configurations_of_earlier_versions_load():
+    recipe = recipe_to_json(f8.recipes.nvfp4())
+    recipe = {key: each for key, each in recipe.items() if key != "weight_lifetime"}
+    config = F8Config({**recipe, "keep_weight_codes": True, "cache_weights": False}, quantized_parameters=False)
+    assert (config.recipe, config.weight_lifetime) == (f8.recipes.nvfp4(), None)
+    config = F8Config({**recipe, "keep_weight_codes": True, "cache_weights": True}, quantized_parameters=True)
+    assert (config.recipe, config.weight_lifetime) == (f8.recipes.nvfp4(weight_lifetime="step"), "parameter")
+    assert config.to_dict()["weight_lifetime"] == "parameter"
+
+
+def test_a_recipe_of_fp8_parameters_is_refused_because_all_layers_are_quantized_while_loading():
+    with pytest.raises(ValueError, match=r"Pass F8Config\(weight_lifetime='parameter'\)"):
+        F8Config(f8.recipes.rowwise(weight_lifetime="parameter"))

@@ -17,7 +17,9 @@ from fp8compile.tensor.weight_codes import known_codes
 def trained(flags, way, recipe, *, cached):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = f8.convert(experts(*flags), replace(f8.recipes.by_name(recipe), cache_weights=cached))
+    layer = f8.convert(
+        experts(*flags), replace(f8.recipes.by_name(recipe), weight_lifetime="step" if cached else "call")
+    )
     call, optimizer = COMPILED[way](layer), torch.optim.AdamW(layer.parameters(), lr=1e-2)
     found = []
     for step in range(3):
@@ -63,6 +65,6 @@ class Experts(nn.Module):
 
 
 def test_experts_whose_method_is_given_no_name_say_so():
-    layer = f8.convert(Experts(), replace(f8.recipes.rowwise(), cache_weights=True))
+    layer = f8.convert(Experts(), replace(f8.recipes.rowwise(), weight_lifetime="step"))
     with pytest.raises(ValueError, match="quantized weights of Experts can't be cached"):
         layer(torch.randn(32, 64), torch.tensor([8, 16, 32], dtype=torch.int32))

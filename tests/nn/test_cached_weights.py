@@ -1,4 +1,4 @@
-"""Codes of plain weights that live for a step (`Recipe.cache_weights`): the bits of codes made in each call."""
+"""Codes of plain weights that live for a step (`weight_lifetime="step"`): the bits of codes made in each call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECIPES = [name for name in f8.recipes.names() if name != "delayed"]
 
 
 def recipe_of(name, *, cached=True):
-    return replace(f8.recipes.by_name(name), cache_weights=cached)
+    return replace(f8.recipes.by_name(name), weight_lifetime="step" if cached else "call")
 
 
 class Block(nn.Module):
@@ -397,21 +397,22 @@ def test_a_monitor_reads_the_same_with_cached_weights():
 def test_what_keeps_no_codes_raises_by_name():
     layers = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(
-        ValueError, match="cache_weights is not supported for this layer, because the weight uses delayed scaling"
+        ValueError,
+        match="weight_lifetime='step' is not supported for this layer, because the weight uses delayed scaling",
     ):
         f8.convert(layers, recipe_of("delayed"))
-    high = replace(f8.recipes.nvfp4(backward="bf16"), cache_weights=True)
+    high = replace(f8.recipes.nvfp4(backward="bf16"), weight_lifetime="step")
     with pytest.raises(ValueError, match="leaves a GEMM of the weight in high precision"):
         f8.convert(layers, high)
-    with pytest.raises(TypeError, match="`cache_weights` is 1"):
-        replace(f8.recipes.rowwise(), cache_weights=1)
+    with pytest.raises(ValueError, match="`weight_lifetime` is 1"):
+        replace(f8.recipes.rowwise(), weight_lifetime=1)
     pair = nn.ModuleDict({"q_proj": nn.Linear(64, 64), "k_proj": nn.Linear(64, 64)})
     with pytest.raises(ValueError, match="layers share a global scale"):
         f8.convert(pair, recipe_of("tensorwise"), share_outer_scale=[("q_proj", "k_proj")])
 
 
 def test_renewing_codes_of_a_model_without_any_raises():
-    with pytest.raises(ValueError, match="no layer of the model has a recipe with cache_weights"):
+    with pytest.raises(ValueError, match="no layer of the model has weight_lifetime='step'"):
         f8.renew_weight_codes(model_of(cached=False))
     with pytest.raises(TypeError, match="renew_weight_codes: `model` is a dict"):
         f8.renew_weight_codes({})
@@ -465,7 +466,7 @@ def test_codes_are_freed_with_their_weight():
 
 def test_another_forward_that_reads_values_is_refused():
     model = model_of()
-    with pytest.raises(ValueError, match="cache_weights, but the recipe leaves a GEMM of the weight"):
+    with pytest.raises(ValueError, match="weight_lifetime='step', but the recipe leaves a GEMM of the weight"):
         f8.set_recipe(model, forward=None)
     f8.set_recipe(model, forward=f8.recipes.tensorwise())
     plain = f8.set_recipe(model_of(cached=False), forward=f8.recipes.tensorwise())
@@ -617,7 +618,7 @@ def test_a_forward_that_writes_to_a_weight_multiplies_by_what_it_wrote(way):
 def test_a_graph_that_writes_to_a_weight_past_its_version_and_reads_codes_of_it_is_refused(edit):
     torch._dynamo.reset()
     call = COMPILED["compiled"](in_front(edit)(model_of()))
-    with pytest.raises(Exception, match="cache_weights: a compiled function writes to a weight"):
+    with pytest.raises(Exception, match="weight_lifetime='step': a compiled function writes to a weight"):
         micro_batch(call, 0)
 
 
@@ -771,6 +772,6 @@ def test_an_average_of_weights_and_a_group_that_comes_later():
 @pytest.mark.parametrize("name", RECIPES)
 def test_ready_recipes_have_an_argument_that_their_text_says(name):
     recipe = recipe_of(name)
-    assert f8.recipes.by_name(name, cache_weights=True) == recipe
-    assert f8.recipes.describe(recipe) == f"{name}(cache_weights=True)"
+    assert f8.recipes.by_name(name, weight_lifetime="step") == recipe
+    assert f8.recipes.describe(recipe) == f"{name}(weight_lifetime='step')"
     assert f8.recipes.by_name(f8.recipes.describe(recipe)) == recipe

@@ -25,7 +25,7 @@ def in_blocks(length):
 def model_of(recipe, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
-    return f8.convert(model, recipe, filter="*", quantized_parameters=True)
+    return f8.convert(model, recipe, filter="*", weight_lifetime="parameter")
 
 
 def test_codes_of_another_format_raise_and_change_nothing(assert_bits_equal):

@@ -162,16 +162,16 @@ def test_convert_again_that_asks_for_what_a_layer_has_not_raises_and_changes_not
     model = f8.convert(mlp(), RECIPE, filter="0")
     for options in ({}, {"keep_initial": True, "strict": True}):
         with pytest.raises(ValueError, match="0 is already converted, and its weights are in high precision"):
-            f8.convert(model, RECIPE, quantized_parameters=True, **options)
+            f8.convert(model, RECIPE, weight_lifetime="parameter", **options)
     assert kinds(model) == {"0": f8.Linear, "2": nn.Linear}
-    f8.convert(model, RECIPE, quantized_parameters=True, filter="2")
+    f8.convert(model, RECIPE, weight_lifetime="parameter", filter="2")
     assert [model[0].is_quantized(), model[2].is_quantized()] == [False, True]
 
 
 def test_convert_again_of_weights_that_are_codes_does_nothing():
-    model = f8.convert(mlp(), RECIPE, quantized_parameters=True, keep_initial=True)
+    model = f8.convert(mlp(), RECIPE, weight_lifetime="parameter", keep_initial=True)
     weights = [each.weight for each in (model[0], model[2])]
-    f8.convert(model, RECIPE, quantized_parameters=True, keep_initial=True)
+    f8.convert(model, RECIPE, weight_lifetime="parameter", keep_initial=True)
     assert all(each.weight is weight for each, weight in zip((model[0], model[2]), weights, strict=True))
 
 

@@ -96,8 +96,8 @@ NO_STACKS = r"does not store its experts as 3-D parameters of shape \(experts, o
 
 
 def test_quantized_parameters_need_stacks():
-    with pytest.raises(ValueError, match=f"quantized_parameters: experts {NO_STACKS}"):
-        f8.convert(dbrx(), f8.recipes.rowwise(), quantized_parameters=True, **EVERY)
+    with pytest.raises(ValueError, match=f"weight_lifetime='parameter': experts {NO_STACKS}"):
+        f8.convert(dbrx(), f8.recipes.rowwise(), weight_lifetime="parameter", **EVERY)
 
 
 @pytest.mark.skipif(
@@ -177,7 +177,7 @@ def test_registered_experts_are_converted(registry, quantized, assert_bits_equal
     f8.library.register_experts(Branches, method="mix", replacement=mix, is_transposed=True)
     model, recipe = drawn(Branches()), f8.recipes.rowwise()
     weights = model.experts.first.detach(), model.experts.second.detach()
-    f8.convert(model, recipe, quantized_parameters=quantized, **EVERY)
+    f8.convert(model, recipe, weight_lifetime="parameter" if quantized else None, **EVERY)
     (row,) = f8.conversion_report(model).rows
     assert (row.converted, row.experts, row.quantized_weight) == (True, COUNT, quantized)
     assert row.matrices == ((INNER, WIDTH), (WIDTH, INNER))

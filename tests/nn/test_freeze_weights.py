@@ -47,7 +47,7 @@ def parameter_bytes(model):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("is_codes", [False, True], ids=["values", "codes"])
 def test_a_frozen_model_has_the_bits_of_the_trained_one_and_one_set_of_codes(name, is_codes):
-    model, x = model_of(f8.recipes.by_name(name), quantized_parameters=is_codes), rows()
+    model, x = model_of(f8.recipes.by_name(name), weight_lifetime="parameter" if is_codes else None), rows()
     model(x).float().square().mean().backward()  # with delayed scaling, the state is no longer the first one
     with torch.no_grad():
         expected = model(x)

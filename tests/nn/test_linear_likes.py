@@ -58,7 +58,7 @@ def test_a_conv1d_has_the_bits_of_a_linear(name, backend):
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_weights_that_are_codes(name):
-    conv, dense = conv_and_linear(f8.recipes.by_name(name), quantized_parameters=True)
+    conv, dense = conv_and_linear(f8.recipes.by_name(name), weight_lifetime="parameter")
     found = [trained_once(conv)[:3], trained_once(dense)[:3]]
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(*found, strict=True))
     assert conv[0].is_quantized()
@@ -82,9 +82,9 @@ def tied(recipe, **options):
 
 def test_codes_of_a_weight_that_a_linear_keeps_the_other_way():
     x = torch.randn(8, 64).bfloat16()
-    assert torch.equal(tied(f8.recipes.tensorwise(), quantized_parameters=True)(x), tied(f8.recipes.tensorwise())(x))
+    assert torch.equal(tied(f8.recipes.tensorwise(), weight_lifetime="parameter")(x), tied(f8.recipes.tensorwise())(x))
     with pytest.raises(ValueError, match=r"1 shares its weight with 0, but one stores it as \(in_features, out"):
-        tied(f8.recipes.rowwise(), quantized_parameters=True)
+        tied(f8.recipes.rowwise(), weight_lifetime="parameter")
 
 
 def test_all_of_gpt2_is_in_fp8():

@@ -29,7 +29,7 @@ every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 def converted(*, recipe="tensorwise", quantized=True, seed=0, **options):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 144), nn.ReLU(), nn.Linear(144, 64)).bfloat16()
-    return f8.convert(model, f8.recipes.by_name(recipe), quantized_parameters=quantized, **options)
+    return f8.convert(model, f8.recipes.by_name(recipe), weight_lifetime="parameter" if quantized else None, **options)
 
 
 def masters_of(name, model, **options):

@@ -140,7 +140,7 @@ def test_micro_batches_are_read_together_and_weights_once():
 
 
 def test_parameters_that_are_codes_have_statistics_of_scales_and_codes():
-    how = {"filter": lambda *_: True, "quantized_parameters": True}
+    how = {"filter": lambda *_: True, "weight_lifetime": "parameter"}
     for recipe in ("tensorwise", "rowwise", "nvfp4"):
         layers = f8.convert(Model().bfloat16(), f8.recipes.by_name(recipe), **how)
         reading = reading_of(layers, layers)["first.up"]

@@ -29,7 +29,7 @@ RECIPES = (
 
 
 def mixture(kind, recipe, *, quantized=True, seed=0):
-    options = {"quantized_parameters": True, "keep_initial": True} if quantized else {}
+    options = {"weight_lifetime": "parameter", "keep_initial": True} if quantized else {}
     return expert_models.mixture_of(kind, 3, models.recipe_of(recipe), seed=seed, dtype=torch.bfloat16, **options)
 
 
@@ -142,13 +142,13 @@ def test_the_report_and_what_can_not_change_any_more():
     with pytest.raises(ValueError, match=r"recipe of blocks.0.experts leaves a GEMM of the weight"):
         f8.convert(
             expert_models.MixtureModel("torchtitan", 2), replace(f8.recipes.rowwise(), input=None, weight=None),
-            filter=lambda _, fqn: fqn.endswith("experts"), quantized_parameters=True,
+            filter=lambda _, fqn: fqn.endswith("experts"), weight_lifetime="parameter",
         )  # fmt: skip
     shared = expert_models.MixtureModel("torchtitan", 2)
     shared.blocks[1].experts.down = shared.blocks[0].experts.down
     with pytest.raises(ValueError, match="use the same expert weights"):
         f8.convert(
-            shared, f8.recipes.rowwise(), filter=lambda _, fqn: fqn.endswith("experts"), quantized_parameters=True
+            shared, f8.recipes.rowwise(), filter=lambda _, fqn: fqn.endswith("experts"), weight_lifetime="parameter"
         )
 
 

@@ -36,7 +36,7 @@ def float8_states(model):
 
 
 def in_float8(model):
-    return f8.convert(model, RECIPE, quantized_parameters=True)
+    return f8.convert(model, RECIPE, weight_lifetime="parameter")
 
 
 def frozen(model):
@@ -48,7 +48,7 @@ def gathered(model):
 
 
 needs_groups = pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="groups of ranks in a subclass need PyTorch 2.12")
-REPLACING = {"convert(quantized_parameters=True)": in_float8, "freeze_weights": frozen}
+REPLACING = {"convert(weight_lifetime='parameter')": in_float8, "freeze_weights": frozen}
 if TORCH_VERSION >= (2, 12):
     REPLACING["parallel.fsdp_float8_all_gather"] = gathered
 
@@ -100,7 +100,7 @@ def test_gradient_hooks_that_would_be_lost_are_refused(hook):
 def test_weights_that_are_computed_are_no_fp8_parameters(norm):
     model = mlp()
     norm(model[0])
-    f8.convert(model, RECIPE, filter="*", quantized_parameters=True)
+    f8.convert(model, RECIPE, filter="*", weight_lifetime="parameter")
     rows = {row.fqn: row for row in f8.conversion_report(model).rows}
     assert not rows["0"].converted
     assert "computed from other parameters in each forward" in rows["0"].reason
@@ -175,7 +175,7 @@ def test_a_model_inside_of_ddp_is_refused(wrap, tmp_path):
 
 def converted_beside_ddp():
     model = head_alone(mlp(), GROUPS["pair"])
-    f8.convert(model, RECIPE, filter="!3*", quantized_parameters=True)
+    f8.convert(model, RECIPE, filter="!3*", weight_lifetime="parameter")
     return sum(row.converted for row in f8.conversion_report(model).rows)
 
 
@@ -188,7 +188,7 @@ def inside_of_fsdp1(use_orig_params):
     model = FullyShardedDataParallel(
         mlp(), process_group=GROUPS["pair"], device_id=torch.device("cpu"), use_orig_params=use_orig_params
     )
-    f8.convert(model, RECIPE, filter="*", quantized_parameters=True)
+    f8.convert(model, RECIPE, filter="*", weight_lifetime="parameter")
     reasons = {row.reason for row in f8.conversion_report(model).rows}
     f8.convert(model, RECIPE, filter="*")
     return reasons, refused(f8.freeze_weights, model)

@@ -109,7 +109,7 @@ def test_scales_of_blocks_are_not_shared(assert_bits_equal):
 
 REFUSED = {
     "delayed": ({"recipe": f8.recipes.delayed()}, "keeps one scale per layer"),
-    "codes": ({"recipe": f8.recipes.tensorwise(), "quantized_parameters": True}, "quantized_parameters"),
+    "codes": ({"recipe": f8.recipes.tensorwise(), "weight_lifetime": "parameter"}, "weight_lifetime='parameter'"),
     "recipes": ({"recipe": {"q_proj": f8.recipes.nvfp4(), "*": f8.recipes.tensorwise()}}, "have different recipes"),
     "left out": ({"recipe": f8.recipes.nvfp4(), "filter": ["*", "!k_proj"]}, "k_proj of the model stays"),
     "names": (

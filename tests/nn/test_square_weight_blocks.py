@@ -96,7 +96,7 @@ class Experts(nn.Module):
 
 
 def bytes_of(module, name, recipe):
-    model = f8.convert(nn.ModuleDict({"0": module}), recipe, filter="*", quantized_parameters=True)
+    model = f8.convert(nn.ModuleDict({"0": module}), recipe, filter="*", weight_lifetime="parameter")
     weight = model["0"].get_parameter(name)
     return sum(part.nbytes for own in weight.sets() for part in own.parts()) / weight.numel()
 

@@ -74,7 +74,7 @@ OPTIMISATIONS = (
 
 def _delayed_in_two_levels() -> Recipe:
     """The nearest to a multiplier in two levels."""
-    return replace(f8.recipes.nvfp4(), weight=f8.DelayedScaling(history=HISTORY), keep_weight_codes=False)
+    return replace(f8.recipes.nvfp4(), weight=f8.DelayedScaling(history=HISTORY), weight_lifetime="call")
 
 
 RECIPES: dict[tuple[str, str], Callable[[], Recipe]] = {
@@ -90,9 +90,9 @@ RECIPES: dict[tuple[str, str], Callable[[], Recipe]] = {
 def recipe_of(cell: Cell) -> Recipe:
     """The recipe that a cell asks for."""
     source = cell.source if (cell.source, cell.levels) in RECIPES else "own amax"
-    recipe = replace(RECIPES[source, cell.levels](), keep_weight_codes=False)
+    recipe = replace(RECIPES[source, cell.levels](), weight_lifetime="call")
     if cell.optimisation == "kept weight codes":
-        return replace(recipe, keep_weight_codes=True)
+        return replace(recipe, weight_lifetime="pass")
     if cell.optimisation == "dequantized gradients":
         slots = dict.fromkeys(slot for gemm in GEMMS[1:] for slot in (gemm.a, gemm.b))
         return replace(recipe, **slots, dequantized_gradients=True)
@@ -288,8 +288,8 @@ LISTED = (
         source=("multiplier",),
     ),
     Listed(
-        reason="keep_weight_codes requires the same quantizer for weight and weight_for_grad_input",
-        text="Recipe: keep_weight_codes",
+        reason="weight_lifetime='pass' requires the same quantizer for weight and weight_for_grad_input",
+        text="Recipe: weight_lifetime",
         source=("given pair",),
         optimisation=("kept weight codes",),
     ),

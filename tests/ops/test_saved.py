@@ -67,7 +67,7 @@ def test_a_quantized_tensor_loads_with_weights_only(quantizer, assert_bits_equal
 
 def test_parameters_and_what_they_were_made_of_load_with_weights_only(assert_bits_equal):
     model = f8.convert(
-        nn.Sequential(nn.Linear(32, 16)), f8.recipes.tensorwise(), quantized_parameters=True, keep_initial=True
+        nn.Sequential(nn.Linear(32, 16)), f8.recipes.tensorwise(), weight_lifetime="parameter", keep_initial=True
     )
     again = loaded(dict(model.named_parameters()))
     weight, own = again["0.weight"], model[0].weight

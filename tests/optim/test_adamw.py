@@ -571,7 +571,7 @@ def test_masters_of_quantized_weights_have_moments_as_codes():
     def run(seed=0):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 144), nn.ReLU(), nn.Linear(144, 64)).bfloat16()
-        return f8.convert(model, f8.recipes.tensorwise(), quantized_parameters=True)
+        return f8.convert(model, f8.recipes.tensorwise(), weight_lifetime="parameter")
 
     def losses(model, optimizer, first, last):
         found = []
@@ -655,7 +655,7 @@ def test_options_that_ask_for_nothing_are_taken(options):
 
 
 def test_parameters_that_are_refused():
-    weight = f8.convert(nn.Linear(64, 64), f8.recipes.tensorwise(), quantized_parameters=True).weight
+    weight = f8.convert(nn.Linear(64, 64), f8.recipes.tensorwise(), weight_lifetime="parameter").weight
     with pytest.raises(
         TypeError, match="a parameter is an FP8 parameter, which a step would round without a master weight"
     ):
@@ -686,7 +686,7 @@ def test_numpy_has_the_roots_that_are_correctly_rounded():
 @pytest.mark.parametrize("kind", [f8.optim.AdamW, f8.optim.Muon])
 @pytest.mark.parametrize("moments", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, None])
 def test_master_weights_say_the_dtype_of_all_moments(kind, moments):
-    model = f8.convert(torch.nn.Linear(128, 64).bfloat16(), f8.recipes.tensorwise(), quantized_parameters=True)
+    model = f8.convert(torch.nn.Linear(128, 64).bfloat16(), f8.recipes.tensorwise(), weight_lifetime="parameter")
     optimizer = f8.MasterWeights(kind, [model.weight], moments=moments)
     dtypes = [value for name, value in optimizer.param_groups[0].items() if name.endswith("_dtype")]
     assert dtypes == [moments or torch.float8_e4m3fn] * len(kind.moments)

@@ -46,7 +46,7 @@ def experts(recipe):
 
 
 def parameters(recipe):
-    model = f8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe, quantized_parameters=True)
+    model = f8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe, weight_lifetime="parameter")
     assert isinstance(model[0].weight, f8.QuantizedTensor)
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=1.0)
     before = model[0].weight.dequantize()
@@ -60,7 +60,7 @@ def checkpoints(recipe):
     model, file = parameters(recipe), io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    other = f8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe, quantized_parameters=True)
+    other = f8.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe, weight_lifetime="parameter")
     other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other[0].weight.dequantize(), model[0].weight.dequantize())
 

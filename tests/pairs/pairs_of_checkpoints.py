@@ -24,7 +24,7 @@ def made(recipe, name, seed, hidden):
     """A model of FP8 parameters over the ranks of a group, or of one process."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 64)).bfloat16()
-    model = f8.convert(model, recipe, quantized_parameters=True, filter=lambda *_: True)
+    model = f8.convert(model, recipe, weight_lifetime="parameter", filter=lambda *_: True)
     if name:
         for layer in (model[0], model[2]):
             fully_shard(layer, mesh=models.mesh_1d(name))

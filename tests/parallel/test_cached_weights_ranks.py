@@ -70,7 +70,7 @@ def with_and_without(kind, name, reshard, backend):
     """What differs, and the casts in each step, with and without."""
     losses, weights, casts = {}, {}, {}
     for cached in (False, True):
-        model = model_of(kind, replace(models.recipe_of(name), cache_weights=cached))
+        model = model_of(kind, replace(models.recipe_of(name), weight_lifetime="step" if cached else "call"))
         model = fsdp_float8_all_gather(model)
         how = {"backend": backend, "reshard_after_forward": reshard}
         model = models.shard(model, models.mesh_1d("pair"), models.BF16, **how)
@@ -84,7 +84,9 @@ def on_a_mesh(name, mesh):
     """What differs with cached weights on a mesh of two dims, in words."""
     found = []
     for cached in (False, True):
-        model = models.model_of("uneven", replace(models.recipe_of(name), cache_weights=cached))
+        model = models.model_of(
+            "uneven", replace(models.recipe_of(name), weight_lifetime="step" if cached else "call")
+        )
         model = sharded(model, mesh, models.BF16, on=True)
         optimizer, losses = models.adamw(model), []
         for step in range(2):
@@ -122,7 +124,9 @@ def stepped(name, ways):
     found = []
     for cached in (False, True):
         for way in ways:
-            model = models.model_of("uneven", replace(models.recipe_of(name), cache_weights=cached))
+            model = models.model_of(
+                "uneven", replace(models.recipe_of(name), weight_lifetime="step" if cached else "call")
+            )
             model = models.shard(fsdp_float8_all_gather(model), models.mesh_1d("pair"), models.BF16)
             optimizer, losses = STEPS_OF[way](model.parameters()), []
             for step in range(3):
@@ -143,7 +147,7 @@ def two_linears(seed, recipe):
 def broadcast(backend):
     """Whether a model multiplies by what was broadcast to it, and whether a backward of older weights raises."""
     sent, x = two_linears(0, f8.recipes.rowwise()), torch.randn(32, 64, dtype=torch.bfloat16)
-    model = two_linears(rank(), f8.recipes.rowwise(cache_weights=True))
+    model = two_linears(rank(), f8.recipes.rowwise(weight_lifetime="step"))
     call = torch.compile(model, backend=backend) if backend else model
     call(x).float().sum().backward()  # makes codes
     y = call(x)
@@ -164,7 +168,7 @@ def sets_of(kind, name):
 
 def refused():
     """The errors of placements that keep no codes."""
-    texts, recipe = [], replace(f8.recipes.rowwise(), cache_weights=True)
+    texts, recipe = [], replace(f8.recipes.rowwise(), weight_lifetime="step")
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
 
     def text_of(call):
@@ -224,6 +228,10 @@ def test_shards_of_parts_and_of_replicas(ranks, recipe, mesh):
 
 def test_placements_that_keep_no_codes_say_so(ranks):
     for texts in ranks.run(refused, within="pair"):
-        assert [each.partition(":")[0] for each in texts] == ["cache_weights", "cache_weights", "graph_fsdp"]
+        assert [each.partition(":")[0] for each in texts] == [
+            "weight_lifetime='step'",
+            "weight_lifetime='step'",
+            "graph_fsdp",
+        ]
         assert "it is a DTensor" in texts[0]
         assert "FSDP all-gathers it in high precision" in texts[1]

@@ -33,7 +33,7 @@ def ranks():
 def losses_of_codes(recipe, after):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 145), nn.ReLU(), nn.Linear(145, 64)).bfloat16()
-    f8.convert(model, models.recipe_of(recipe), quantized_parameters=True)
+    f8.convert(model, models.recipe_of(recipe), weight_lifetime="parameter")
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=models.mesh_1d("all"), reshard_after_forward=after)
     fully_shard(model, mesh=models.mesh_1d("all"))

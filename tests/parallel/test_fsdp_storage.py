@@ -207,7 +207,10 @@ def test_conversion_keeps_what_others_hang_on_parameters():
     everywhere = dict.fromkeys(dict(plain_model().named_parameters()), True)
     for quantized in (False, True):
         model = f8.convert(
-            plain_model(), f8.recipes.tensorwise(), filter=lambda *_: True, quantized_parameters=quantized
+            plain_model(),
+            f8.recipes.tensorwise(),
+            filter=lambda *_: True,
+            weight_lifetime="parameter" if quantized else None,
         )
         assert tags(model) == everywhere
         if quantized:
@@ -308,7 +311,7 @@ def inferred(kind):
     found = []
     for context in (torch.no_grad, torch.inference_mode):
         quantized = kind == "quantized"
-        model = models.model_of("even", f8.recipes.tensorwise(), quantized_parameters=quantized)
+        model = models.model_of("even", f8.recipes.tensorwise(), weight_lifetime="parameter" if quantized else None)
         mesh = models.mesh_1d("pair")
         if kind == "graph":
             model = graph_fsdp(model, mesh, mp_policy=models.BF16)
@@ -331,7 +334,7 @@ def trained_around_inference(kind):
         torch.manual_seed(0)
         model, mesh = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16)), models.mesh_1d("pair")
         recipe = f8.recipes.tensorwise()
-        f8.convert(model, recipe, filter=lambda *_: True, quantized_parameters=kind == "quantized")
+        f8.convert(model, recipe, filter=lambda *_: True, weight_lifetime="parameter" if kind == "quantized" else None)
         if kind == "gathered":
             fsdp_float8_all_gather(model)
         model[0] = fully_shard(torch.compile(model[0], fullgraph=True, backend="aot_eager"), mesh=mesh)

@@ -395,14 +395,14 @@ def test_what_cannot_be_gathered_says_so():
         fsdp_float8_all_gather("model")
     with pytest.raises(ValueError, match=r"no FP8 layers. Call fp8compile.convert first"):
         fsdp_float8_all_gather(nn.Linear(16, 16))
-    delayed, own = f8.recipes.delayed(keep_weight_codes=False), f8.CurrentScaling()
+    delayed, own = f8.recipes.delayed(weight_lifetime="call"), f8.CurrentScaling()
     once = replace(delayed, grad_output=own, weight_for_grad_input=own)
     half = half_of(f8.recipes.rowwise())
     for recipe, reason in ((once, "of its two GEMMs"), (half, "leaves grad_input in high precision")):
         model = f8.convert(nn.Sequential(nn.Linear(32, 32)), recipe, filter=lambda *_: True)
         with pytest.raises(ValueError, match=f"no weight of this model can be all-gathered in FP8.*{reason}"):
             fsdp_float8_all_gather(model)
-    model = f8.convert(nn.Sequential(nn.Linear(32, 32)), f8.recipes.tensorwise(), quantized_parameters=True)
+    model = f8.convert(nn.Sequential(nn.Linear(32, 32)), f8.recipes.tensorwise(), weight_lifetime="parameter")
     with pytest.raises(ValueError, match="can't be gathered in high precision"):
         fsdp_float8_all_gather(model, one_gather="param_dtype")
     model = f8.convert(nn.Sequential(nn.Linear(32, 32)), f8.recipes.tensorwise(), filter=lambda *_: True)

@@ -50,7 +50,7 @@ def plain_model(seed=0, widths=WIDTHS):
 
 
 def converted(recipe, seed=0, *, widths=WIDTHS, **options):
-    options = {"quantized_parameters": True, "filter": lambda *_: True, **options}
+    options = {"weight_lifetime": "parameter", "filter": lambda *_: True, **options}
     return f8.convert(plain_model(seed, widths), recipe_of(recipe), **options)
 
 
@@ -299,9 +299,11 @@ def complaints():
 
 def test_what_cannot_be_says_what_to_do(ranks):
     for cut, repeats, same, values, odd in ranks.run(complaints, within="pair"):
-        assert "splits blocks of 32. Split at multiples of 32, or exclude this weight from quantized_parameters" in cut
+        assert (
+            "splits blocks of 32. Split at multiples of 32, or convert this weight with weight_lifetime='call'" in cut
+        )
         assert "fsdp_float8_all_gather, which supports split blocks" in cut
         assert "Pass checkpointed=True, so that each all-gather serves both" in repeats
         assert same
         assert "can't be gathered in high precision" in values
-        assert "Split at even positions, or exclude this weight from quantized_parameters" in odd
+        assert "Split at even positions, or convert this weight with weight_lifetime='call'" in odd

@@ -46,7 +46,7 @@ def on_ranks(
     kind, count, recipe, where, backend=None, *, quantized, seed=0, group="pair", is_checkpointed=False, **shard
 ):
     """A model and its optimizer; ``where`` is the dim that FSDP2 cuts on a group, or "EP", or "EP + FSDP"."""
-    options = {"quantized_parameters": True, "keep_initial": True} if quantized else {}
+    options = {"weight_lifetime": "parameter", "keep_initial": True} if quantized else {}
     model = expert_models.mixture_of(kind, count, models.recipe_of(recipe), seed=seed, dtype=torch.bfloat16, **options)
     if is_checkpointed:
         model.is_checkpointed = True
@@ -204,7 +204,7 @@ def saved_on_two_and_loaded_on_three(recipe, folder):
         loaded = [whole(each) for each in run[0].state_dict().values()]
     dist.barrier(GROUPS["three"])
     model = expert_models.mixture_of(
-        "gpt-oss", 4, models.recipe_of(recipe), seed=1, dtype=torch.bfloat16, quantized_parameters=True
+        "gpt-oss", 4, models.recipe_of(recipe), seed=1, dtype=torch.bfloat16, weight_lifetime="parameter"
     )
     models.shard(model, models.mesh_1d("three"), MixedPrecisionPolicy())
     parallel.share_scales(model)

@@ -39,7 +39,7 @@ def of_values(seed, recipe=None):
 
 def of_codes(way, seed, recipe):
     keep_initial = way == "masters of what weights were"
-    model = converted(plain_model(144, seed), recipe, quantized_parameters=True, keep_initial=keep_initial)
+    model = converted(plain_model(144, seed), recipe, weight_lifetime="parameter", keep_initial=keep_initial)
     return final_loss(model, f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=RATE, seed=seed, **WAYS[way]))
 
 

@@ -62,7 +62,7 @@ def plain_model(hidden, seed=0):
 
 def converted(hidden, name="tensorwise", seed=0, **options):
     return f8.convert(
-        plain_model(hidden, seed), RECIPES[name], quantized_parameters=True, filter=lambda *_: True, **options
+        plain_model(hidden, seed), RECIPES[name], weight_lifetime="parameter", filter=lambda *_: True, **options
     )
 
 
@@ -131,7 +131,7 @@ def steps_of(optimizer, group, hidden, steps, name="tensorwise"):
 
 def shards_that_cut_blocks():
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
-    model = f8.convert(plain_model(200), RECIPES["blockwise"], quantized_parameters=True)
+    model = f8.convert(plain_model(200), RECIPES["blockwise"], weight_lifetime="parameter")
     try:
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
     except TypeError as error:
@@ -145,7 +145,7 @@ def sharded_by_columns(name, share):
     for _ in range(2):
         torch.manual_seed(0)
         layer = nn.Linear(256, 200).bfloat16()
-        models.append(f8.convert(nn.Sequential(layer), RECIPES[name], quantized_parameters=True, keep_initial=True))
+        models.append(f8.convert(nn.Sequential(layer), RECIPES[name], weight_lifetime="parameter", keep_initial=True))
     fully_shard(models[1], mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
     if share:
         f8.parallel.share_scales(models[1])
@@ -198,7 +198,7 @@ def compiled_blocks(backend):
 def mixed_precision():
     """Float32 parameters whose layers run in bfloat16: the type and the dtype of gathered weights."""
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
-    model = f8.convert(plain_model(144).float(), RECIPES["tensorwise"], quantized_parameters=True)
+    model = f8.convert(plain_model(144).float(), RECIPES["tensorwise"], weight_lifetime="parameter")
     sharded(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     seen = set()
     model[0][0].register_forward_pre_hook(lambda module, args: seen.add((module.weight.dtype, args[0].dtype)))
@@ -211,7 +211,7 @@ def from_meta():
     mesh = DeviceMesh.from_group(GROUPS["pair"], "cpu")
     with torch.device("meta"):
         model = plain_model(145)
-    f8.convert(model, RECIPES["tensorwise"], quantized_parameters=True, filter=lambda module, fqn: True)
+    f8.convert(model, RECIPES["tensorwise"], weight_lifetime="parameter", filter=lambda module, fqn: True)
     sharded(model, mesh)
     model.to_empty(device="cpu")
     layers = [module for module in model.modules() if isinstance(module, f8.Linear)]

@@ -67,7 +67,7 @@ def steps_of(name, hidden, order, *, fsdp=False, backend=None, share=False):
     recipe = RECIPES[name]
     mesh = models.mesh_2d("data", "tensor") if fsdp else DeviceMesh.from_group(GROUPS["pair"], "cpu")
     own = mesh["tensor"] if fsdp else mesh
-    model = parallelized(plain_model(hidden), own, recipe, order, quantized_parameters=True, keep_initial=True)
+    model = parallelized(plain_model(hidden), own, recipe, order, weight_lifetime="parameter", keep_initial=True)
     reference = parallelized(plain_model(hidden), own, recipe, order)
     if fsdp:
         fully_shard(model, mesh=mesh["data"])
@@ -91,7 +91,7 @@ ANY |= models.OTHER_BLOCKS
 def of_any_recipe(name, order):
     """Losses beside those of layers over copies of masters, and sets of codes that are not those of whole weights."""
     mesh, recipe = DeviceMesh.from_group(GROUPS["pair"], "cpu"), ANY[name]
-    model = parallelized(plain_model(128), mesh, recipe, order, quantized_parameters=True, keep_initial=True)
+    model = parallelized(plain_model(128), mesh, recipe, order, weight_lifetime="parameter", keep_initial=True)
     reference = scaled_by_values(parallelized(plain_model(128), mesh, recipe, order))
     optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference, lr=0.02)
     losses, found = (train(model, optimizer, 4), train(reference, by_hand, 4)), []
@@ -113,7 +113,7 @@ def compiled_steps_under_fsdp():
     for quantized_parameters in (True, False):
         torch._dynamo.reset()
         counters.clear()
-        options = {"quantized_parameters": quantized_parameters}
+        options = {"weight_lifetime": "parameter" if quantized_parameters else None}
         model = parallelized(plain_model(144), mesh["tensor"], recipe, "plan first", **options)
         fully_shard(model, mesh=mesh["data"])
         f8.parallel.share_scales(model)
@@ -142,7 +142,7 @@ def _whole(tensor):
 def one_layer(order):
     """A layer whose features ranks share, and one process: nothing crosses ranks but the maximum."""
     mesh, recipe = DeviceMesh.from_group(GROUPS["pair"], "cpu"), RECIPES["tensorwise"]
-    options = {"quantized_parameters": True, "keep_initial": True}
+    options = {"weight_lifetime": "parameter", "keep_initial": True}
     whole, part = (nn.Sequential(plain_model(145)[0], plain_model(145)[2]) for _ in range(2))
     plan = {"0": f8.parallel.ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
     chosen = {"filter": ["0"], **options}
@@ -162,7 +162,7 @@ def one_layer(order):
 def from_rank_0():
     """Whether a plan gives all ranks the codes that the first one has, and what they were made of."""
     mesh, group = DeviceMesh.from_group(GROUPS["pair"], "cpu"), GROUPS["pair"]
-    options = {"quantized_parameters": True, "keep_initial": True}
+    options = {"weight_lifetime": "parameter", "keep_initial": True}
     model = parallelized(plain_model(144, seed=group.rank()), mesh, RECIPES["tensorwise"], "convert first", **options)
     weight, first = model[2].weight, plain_model(144)[2].weight.detach()
     q = f8.quantize(first, RECIPES["tensorwise"].weight)
@@ -174,7 +174,7 @@ def from_rank_0():
 
 def resumed():
     """Losses after a state dict, and those that the model it is of goes on with."""
-    mesh, options = DeviceMesh.from_group(GROUPS["pair"], "cpu"), {"quantized_parameters": True}
+    mesh, options = DeviceMesh.from_group(GROUPS["pair"], "cpu"), {"weight_lifetime": "parameter"}
     models = [
         parallelized(plain_model(144, seed), mesh, RECIPES["tensorwise"], "plan first", **options) for seed in (0, 7)
     ]
@@ -191,7 +191,7 @@ def noise_over_both_dims():
     """Codes after a step that rounds up or down by chance, beside those of one process."""
     mesh, recipe, codes = models.mesh_2d("data", "tensor"), RECIPES["tensorwise"], []
     for is_whole in (True, False):
-        model, options = plain_model(144), {"quantized_parameters": True}
+        model, options = plain_model(144), {"weight_lifetime": "parameter"}
         if is_whole:
             converted(model, recipe, **options)
         else:
@@ -207,19 +207,21 @@ def noise_over_both_dims():
 
 def refusals():
     mesh, pair = models.mesh_2d("data", "tensor"), DeviceMesh.from_group(GROUPS["pair"], "cpu")
-    weight = quantized(converted(plain_model(144), RECIPES["tensorwise"], quantized_parameters=True))[0]
+    weight = quantized(converted(plain_model(144), RECIPES["tensorwise"], weight_lifetime="parameter"))[0]
     cut = parallel.parallelize_module(plain_model(200), pair, plan_of(parallel))
     sharded = fully_shard(
         parallel.parallelize_module(plain_model(144), mesh["tensor"], plan_of(parallel)), mesh=mesh["data"]
     )
     both = parallelized(
-        plain_model(144), mesh["tensor"], RECIPES["tensorwise"], "plan first", quantized_parameters=True
+        plain_model(144), mesh["tensor"], RECIPES["tensorwise"], "plan first", weight_lifetime="parameter"
     )
     fully_shard(both, mesh=mesh["data"])
     calls = (
-        lambda: converted(cut, RECIPES["blockwise"], quantized_parameters=True),
-        lambda: parallelized(plain_model(200), pair, RECIPES["blockwise"], "convert first", quantized_parameters=True),
-        lambda: converted(sharded, RECIPES["tensorwise"], quantized_parameters=True),
+        lambda: converted(cut, RECIPES["blockwise"], weight_lifetime="parameter"),
+        lambda: parallelized(
+            plain_model(200), pair, RECIPES["blockwise"], "convert first", weight_lifetime="parameter"
+        ),
+        lambda: converted(sharded, RECIPES["tensorwise"], weight_lifetime="parameter"),
         lambda: distribute_tensor(weight, pair, [Shard(0)]),
         lambda: torch.compile(lambda p: p.mul_(2), backend="eager", fullgraph=True)(local_itself(both[0].weight)),
     )
@@ -319,10 +321,11 @@ def test_a_state_dict_of_parts_resumes_to_the_bit(ranks):
 def test_what_parts_can_not_be_raises(ranks):
     for texts, unchanged in ranks.run(refusals):
         expected = (
-            "ValueError: convert: quantized_parameters: the weight of 0 is sharded along dim 0 as (100, 100), which",
+            "ValueError: convert: weight_lifetime='parameter': the weight of 0 is sharded along dim 0 as (100, 100), "
+            "which",
             "ValueError: tensor parallel: a quantized weight is sharded along dim 0 as (100, 100), which splits",
-            "ValueError: convert: quantized_parameters: weights must be quantized before fully_shard, which was "
-            "already called for the model.",
+            "ValueError: convert: weight_lifetime='parameter': weights must be quantized before fully_shard, which "
+            "was already called for the model.",
             "TypeError: c10d.scatter_.default of a QuantizedParameter",
             "an argument of a compiled graph",
         )

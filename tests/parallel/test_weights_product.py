@@ -2,7 +2,7 @@
 
     way           what runs                                     has the bits of
     gathered      fsdp_float8_all_gather, AdamW                 stock fully_shard, which gathers values
-    parameters    quantized_parameters=True, MasterWeights      FP8 layers over bfloat16 copies of float32 masters
+    parameters    weight_lifetime="parameter", MasterWeights      FP8 layers over bfloat16 copies of float32 masters
 
 A run is saved after half of its steps. Who loads it, on as many ranks or on three in place of two, goes on with the
 same losses, and ends with the same weights.
@@ -90,7 +90,7 @@ def model_on(mesh, recipe, way, backend, *, reference, seed):
             parallel.parallelize_module(block, both["tp"], plan | {"inner.down": parallel.RowwiseParallel()})
     options = {"amax_group": group} if recipe == "delayed" else {}
     if way == "parameters" and not reference:
-        options |= {"quantized_parameters": True, "keep_initial": True}
+        options |= {"weight_lifetime": "parameter", "keep_initial": True}
     f8.convert(model, RECIPES[recipe], filter=lambda _, fqn: fqn != "head", **options)
     if way == "parameters" and reference:
         scaled_by_values(model)

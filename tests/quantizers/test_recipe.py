@@ -176,7 +176,8 @@ def test_each_field_of_a_recipe_decides_equality():
             f8.recipes.nvfp4(backward="bf16") if field.name == "dequantized_gradients" else f8.recipes.tensorwise()
         )
         value = getattr(recipe, field.name)
-        changed = replace(recipe, **{field.name: not value if isinstance(value, bool) else replace(value, eps=1.0)})
+        others = {True: False, False: True, "call": "step"}
+        changed = replace(recipe, **{field.name: others[value] if value in others else replace(value, eps=1.0)})
         assert changed != recipe
         assert changed.__fx_repr__()[0] != recipe.__fx_repr__()[0]
 
@@ -240,19 +241,22 @@ def test_a_module_recompiles_when_its_recipe_is_replaced(backend):
 @pytest.mark.parametrize("name", ["rowwise", "rowwise_bf16_wgrad", "mxfp8"])
 def test_codes_that_do_not_serve_grad_input_are_not_to_be_kept(name):
     with pytest.raises(
-        ValueError, match=r"Recipe: keep_weight_codes requires the same quantizer for weight and weight_for_grad_input"
+        ValueError,
+        match=r"Recipe: weight_lifetime='pass' requires the same quantizer for weight and weight_for_grad_input",
     ):
-        replace(f8.recipes.by_name(name), keep_weight_codes=True)
+        replace(f8.recipes.by_name(name), weight_lifetime="pass")
     with pytest.raises(ValueError, match="got None and None"):
-        Recipe(keep_weight_codes=True)
+        Recipe(weight_lifetime="pass")
 
 
 def test_delayed_scaling_keeps_codes_of_weights_unless_told_otherwise():
-    assert f8.recipes.delayed().keep_weight_codes
-    assert not f8.recipes.delayed(keep_weight_codes=False).keep_weight_codes
-    assert not f8.recipes.tensorwise().keep_weight_codes
-    with pytest.raises(TypeError, match="Recipe: `keep_weight_codes` is 1; it must be True or False"):
-        f8.recipes.delayed(keep_weight_codes=1)
+    assert f8.recipes.delayed().keeps_weight_for_backward()
+    assert not f8.recipes.delayed(weight_lifetime="call").keeps_weight_for_backward()
+    assert not f8.recipes.tensorwise().keeps_weight_for_backward()
+    with pytest.raises(ValueError, match="Recipe: `weight_lifetime` is 1; it must be 'call', 'pass', 'step', 'param"):
+        f8.recipes.delayed(weight_lifetime=1)
+    with pytest.raises(TypeError, match=r"delayed: `keep_weight_codes` was replaced\. Pass weight_lifetime='pass'"):
+        f8.recipes.delayed(keep_weight_codes=True)
 
 
 @pytest.mark.parametrize("recipe", [None, "rowwise", []])

@@ -14,7 +14,7 @@ import fp8compile as f8
 def converted(recipe, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64)).bfloat16()
-    return f8.convert(model, f8.recipes.by_name(recipe), quantized_parameters=True)
+    return f8.convert(model, f8.recipes.by_name(recipe), weight_lifetime="parameter")
 
 
 EMA = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)}
@@ -71,7 +71,7 @@ def test_an_average_that_is_plain_takes_values_of_fp8_parameters(assert_bits_equ
     average = torch.optim.swa_utils.AveragedModel(plain, **EMA)
     average.update_parameters(plain)
     expected = plain[0].weight.detach().clone()
-    model = f8.convert(plain, f8.recipes.tensorwise(), quantized_parameters=True)
+    model = f8.convert(plain, f8.recipes.tensorwise(), weight_lifetime="parameter")
     average.update_parameters(model)
     expected.lerp_(model[0].weight.dequantize().detach(), 0.25)
     assert_bits_equal(average.module[0].weight.detach(), expected)

@@ -73,7 +73,7 @@ def test_states_load(path):
 
 
 def test_state_of_delayed_scaling_beside_values_loads():
-    model = model_of("delayed", seed=11, quantized_parameters=False)
+    model = model_of("delayed", seed=11, weight_lifetime=None)
     model.load_state_dict(torch.load(FOLDER / "delayed_values.pt", weights_only=True))
     assert digests(model.state_dict()) == EXPECTED["states"]["delayed_values"]
     assert model.linear.delayed_state().amax_history.count_nonzero()

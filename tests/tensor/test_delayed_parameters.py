@@ -25,7 +25,7 @@ def model_of(seed=0, recipe=RECIPE, **options):
 
 
 def codes_of(**options):
-    model = model_of(quantized_parameters=True, keep_initial=True, **options)
+    model = model_of(weight_lifetime="parameter", keep_initial=True, **options)
     return model, f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.01)
 
 
@@ -103,10 +103,10 @@ def decibels(values, reference):
 
 
 WRITTEN = {
-    "converted": lambda source: f8.convert(source, RECIPE, filter="*", quantized_parameters=True),
-    "loaded": lambda source: loaded(model_of(quantized_parameters=True), source.state_dict()),
-    "copied after convert": lambda source: copied(model_of(quantized_parameters=True), source),
-    "written by an optimizer": lambda source: stepped(model_of(quantized_parameters=True), source),
+    "converted": lambda source: f8.convert(source, RECIPE, filter="*", weight_lifetime="parameter"),
+    "loaded": lambda source: loaded(model_of(weight_lifetime="parameter"), source.state_dict()),
+    "copied after convert": lambda source: copied(model_of(weight_lifetime="parameter"), source),
+    "written by an optimizer": lambda source: stepped(model_of(weight_lifetime="parameter"), source),
     "loaded and reset": lambda source: loaded(f8.reset_delayed_scaling(trained()), source.state_dict()),
     "loaded after training": lambda source: loaded(trained(), source.state_dict()),
     "frozen": lambda source: f8.freeze_weights(f8.convert(source, RECIPE, filter="*")),
@@ -183,7 +183,7 @@ def test_what_is_frozen_after_training_is_cast_as_its_forward_casts_it(history):
 
 def test_stock_optimizers_round_once_a_step():
     """As a plain weight of what codes stand for, updated, and then cast by the multiplier of that moment."""
-    model = model_of(quantized_parameters=True)
+    model = model_of(weight_lifetime="parameter")
     weight, before = model[0].weight, model[0].weight.dequantize().detach()
     model(torch.randn(16, 64).bfloat16()).float().square().mean().backward()
     plain = nn.Parameter(before.clone())
@@ -196,7 +196,7 @@ def test_stock_optimizers_round_once_a_step():
 
 def test_a_start_on_the_meta_device_and_a_reset():
     with torch.device("meta"):
-        model = model_of(quantized_parameters=True)
+        model = model_of(weight_lifetime="parameter")
     model.to_empty(device="cpu")
     for layer in (model[0], model[2]):
         layer.reset_parameters()
@@ -219,4 +219,4 @@ def test_what_is_no_layers_weight_takes_no_values():
     tied = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="several layers share the weight of 0, but each has its own state"):
-        f8.convert(tied, RECIPE, quantized_parameters=True)
+        f8.convert(tied, RECIPE, weight_lifetime="parameter")

@@ -33,7 +33,7 @@ def model_of(seed=0, hidden=144):
 
 
 def converted(name="nvfp4", seed=0, hidden=144, **options):
-    options = {"quantized_parameters": True, **options}
+    options = {"weight_lifetime": "parameter", **options}
     return f8.convert(model_of(seed, hidden), RECIPES[name], filter=lambda *_: True, **options)
 
 
@@ -59,7 +59,7 @@ def differing(mine, expected):
 )
 def test_training_has_the_bits_of_layers_that_cast_masters_in_each_forward(name, hidden):
     model = converted(name, hidden=hidden, keep_initial=True)
-    other = converted(name, hidden=hidden, quantized_parameters=False)
+    other = converted(name, hidden=hidden, weight_lifetime=None)
     by_hand = ByHand(other, lr=0.02)
     optimizer = f8.MasterWeights(torch.optim.AdamW, model.parameters(), lr=0.02)
     assert train(model, optimizer, 8) == train(other, by_hand, 8)
@@ -156,7 +156,7 @@ def test_a_state_dict_has_its_parts_and_takes_values_too():
     del state["0.weight_outer_scale"]
     with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight"):
         model.load_state_dict(state)
-    of_one_level = f8.convert(model_of(), f8.recipes.tensorwise(), quantized_parameters=True)[0]
+    of_one_level = f8.convert(model_of(), f8.recipes.tensorwise(), weight_lifetime="parameter")[0]
     assert not hasattr(of_one_level, "weight_outer_scale")
     pair = converted("1 x 16")[0]
     assert pair.weight_outer_scale_for_grad_input is pair.weight.outer_scale_for_grad_input

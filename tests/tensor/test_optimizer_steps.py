@@ -47,7 +47,7 @@ class RunsTheModel(torch.optim.SGD):
 def model_of(recipe="rowwise"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
-    return f8.convert(model, f8.recipes.by_name(recipe), filter=lambda *_: True, quantized_parameters=True)
+    return f8.convert(model, f8.recipes.by_name(recipe), filter=lambda *_: True, weight_lifetime="parameter")
 
 
 def stumbled(model):

@@ -22,7 +22,9 @@ RECIPES = {name: f8.recipes.by_name(name) for name in ("rowwise", "rowwise_bf16_
 
 
 def converted(name="mxfp8", seed=0, quantized=True, **options):
-    return f8.convert(single.model_of(seed), RECIPES[name], quantized_parameters=quantized, **options)
+    return f8.convert(
+        single.model_of(seed), RECIPES[name], weight_lifetime="parameter" if quantized else None, **options
+    )
 
 
 def weights_of(model):
@@ -234,7 +236,7 @@ def test_copies_and_pickles_gather_as_before_and_stay_frozen(copy_of):
 def test_start_on_the_meta_device(assert_bits_equal):
     with torch.device("meta"):
         model = single.model_of()
-    f8.convert(model, RECIPES["rowwise"], quantized_parameters=True)
+    f8.convert(model, RECIPES["rowwise"], weight_lifetime="parameter")
     model.to_empty(device="cpu")
     assert model[0].weight.dequantize().isnan().all()  # until there are values
     torch.manual_seed(3)
@@ -250,7 +252,7 @@ def test_nothing_in_high_precision_stays_alive():
     start = living()
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)).bfloat16()
     plain = bytes_since(start)
-    f8.convert(model, RECIPES["mxfp8"], quantized_parameters=True)
+    f8.convert(model, RECIPES["mxfp8"], weight_lifetime="parameter")
     assert plain < bytes_since(start) <= 1.04 * plain  # a byte for 32, in both sets
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
     model(single.values(4, 1024)).sum().backward()

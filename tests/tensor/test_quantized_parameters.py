@@ -37,7 +37,7 @@ def model_of(seed=0, dtype=torch.bfloat16):
 
 
 def converted(seed=0, name="tensorwise", quantized=True, **options):
-    return f8.convert(model_of(seed), RECIPES[name], quantized_parameters=quantized, **options)
+    return f8.convert(model_of(seed), RECIPES[name], weight_lifetime="parameter" if quantized else None, **options)
 
 
 def gradients(model, step):
@@ -583,7 +583,7 @@ OWN = f8.CurrentScaling()
     ("recipe", "why"),
     [
         (
-            replace(f8.recipes.delayed(keep_weight_codes=False), grad_output=OWN, weight_for_grad_input=OWN),
+            replace(f8.recipes.delayed(weight_lifetime="call"), grad_output=OWN, weight_for_grad_input=OWN),
             "uses delayed scaling for only one of the two GEMMs that read the weight",
         ),
         (
@@ -594,8 +594,8 @@ OWN = f8.CurrentScaling()
 )
 def test_recipe_that_needs_the_values_raises_and_changes_nothing(recipe, why):
     model = model_of()
-    with pytest.raises(ValueError, match=f"quantized_parameters: the recipe of 0 {why}"):
-        f8.convert(model, recipe, quantized_parameters=True)
+    with pytest.raises(ValueError, match=f"weight_lifetime='parameter': the recipe of 0 {why}"):
+        f8.convert(model, recipe, weight_lifetime="parameter")
     assert type(model[0]) is nn.Linear
 
 
@@ -605,14 +605,14 @@ def test_weight_that_another_module_reads_raises():
     with pytest.raises(
         ValueError, match="the weight of head is shared with embedding, which needs the original values"
     ):
-        f8.convert(model, RECIPES["tensorwise"], quantized_parameters=True)
+        f8.convert(model, RECIPES["tensorwise"], weight_lifetime="parameter")
 
 
 def test_shared_weight_stays_shared_and_frozen_ones_frozen():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     model[1].weight = model[0].weight
     model[2].weight.requires_grad = False
-    f8.convert(model, RECIPES["tensorwise"], quantized_parameters=True)
+    f8.convert(model, RECIPES["tensorwise"], weight_lifetime="parameter")
     assert model[0].weight is model[1].weight
     assert [layer.weight.requires_grad for layer in model] == [True, True, False]
 
@@ -641,7 +641,7 @@ def test_initial_values_are_those_of_the_same_elements_in_every_view_and_copy(as
 
 
 def test_keep_initial_without_quantized_parameters_raises():
-    with pytest.raises(ValueError, match="keep_initial requires quantized_parameters=True"):
+    with pytest.raises(ValueError, match="keep_initial requires weight_lifetime='parameter'"):
         f8.convert(model_of(), RECIPES["tensorwise"], keep_initial=True)
 
 
@@ -666,7 +666,7 @@ def test_revert_and_casts_raise():
 def test_start_on_the_meta_device(assert_bits_equal):
     with torch.device("meta"):
         model = model_of()
-    f8.convert(model, RECIPES["tensorwise"], quantized_parameters=True)
+    f8.convert(model, RECIPES["tensorwise"], weight_lifetime="parameter")
     model.to_empty(device="cpu")
     assert model[0].weight.dequantize().isnan().all()  # until there are values
     torch.manual_seed(3)
@@ -681,7 +681,7 @@ def test_nothing_in_high_precision_stays_alive():
     start = living()
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)).bfloat16()
     plain = bytes_since(start)
-    f8.convert(model, RECIPES["tensorwise"], quantized_parameters=True)
+    f8.convert(model, RECIPES["tensorwise"], weight_lifetime="parameter")
     assert bytes_since(start) <= 0.55 * plain
     optimizer = f8.MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1, keep=False)
     model(values(4, 1024)).sum().backward()

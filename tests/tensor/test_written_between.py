@@ -20,7 +20,7 @@ def plain():
 
 
 def converted(model):
-    return f8.convert(model, f8.recipes.tensorwise(), quantized_parameters=True)
+    return f8.convert(model, f8.recipes.tensorwise(), weight_lifetime="parameter")
 
 
 def other_state():
@@ -92,7 +92,9 @@ def test_backward_notices_a_write(name, compiled):
 @pytest.mark.parametrize("target", ["weight", "input"])
 @pytest.mark.parametrize("quantized", [False, True], ids=["values", "FP8 parameters"])
 def test_backward_notices_a_write_to_a_weight_or_an_input(recipe, quantized, target, compiled):
-    model = f8.convert(plain(), f8.recipes.by_name(recipe), filter="*", quantized_parameters=quantized)
+    model = f8.convert(
+        plain(), f8.recipes.by_name(recipe), filter="*", weight_lifetime="parameter" if quantized else None
+    )
     write = (lambda model, x: multiply(model.parameters())) if target == "weight" else lambda model, x: multiply([x])
     assert raises(model, write, compiled=compiled)
 

@@ -16,7 +16,7 @@ from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.layer.linear import Linear, become_float8
 from fp8compile.nn.weights.share_outer_scale import check_whole_groups
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
-from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe
+from fp8compile.quantizers import CALL, PARAMETER, CurrentScaling, DelayedScaling, Quantizer, Recipe
 
 __all__ = ["calibrate", "set_row"]
 
@@ -45,7 +45,7 @@ def _static(recipe: Recipe) -> Recipe | None:
         if found[0] is None or (given[1] is not None and found[1] != found[0]):
             return None
         own.update(zip(slots, found, strict=True))
-    return replace(recipe, **own, keep_weight_codes=False, cache_weights=False)
+    return replace(recipe, **own, weight_lifetime=PARAMETER if recipe.weight_lifetime == PARAMETER else CALL)
 
 
 @contextmanager

@@ -37,14 +37,15 @@ from fp8compile.nn.weights.quantize_weights import (
     CONVERT,
     check_weights,
     has_computed_weight,
+    makes_parameters,
     quantize_weights,
 )
 from fp8compile.nn.weights.share_outer_scale import Groups, scale_groups, share_scales
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import LIFETIME_ARGUMENTS, Recipe, replaced_arguments
 
 __all__ = ["convert", "revert"]
 
-WITH_QUANTIZED_PARAMETERS = "fp8compile.convert(quantized_parameters=True)"
+CONVERT_TO_PARAMETERS = "fp8compile.convert(weight_lifetime='parameter')"
 REASONS = 5  # the most reasons in the warning; the report has all of them
 EXPORTED_LINEAR = torch.ops.aten.linear.default
 
@@ -125,14 +126,10 @@ def _check_again(
     model: nn.Module,
     again: dict[nn.Module, Recipe],
     amax_group: ProcessGroup | None,
-    *,
-    quantized_parameters: bool,
 ) -> None:
     """Raise a ValueError if layers that are converted already, ``again``, are not what these arguments ask for."""
     for each, recipe in again.items():
         layer: Any = each
-        if quantized_parameters and not layer.is_quantized():
-            raise _already(model, layer, "its weights are in high precision, without quantized_parameters")
         if amax_group is not None and recipe.history() and layer.amax_group != amax_group.group_name:
             raise _already(model, layer, "does not reduce amaxes over this amax_group")
 
@@ -142,21 +139,19 @@ def _groups(
     recipes: dict[nn.Module, Recipe],
     again: dict[nn.Module, Recipe],
     given: Groups,
-    *,
-    quantized_parameters: bool,
 ) -> list[tuple[nn.Module, ...]]:
     """Return the groups of layers that are to share an outer scale, from convert's ``share_outer_scale`` (``given``).
 
     ``recipes`` has the layers that are converted now, ``again`` those that are converted already; groups of these are
-    left out. Raise a ValueError if they are other groups than before, or if ``quantized_parameters`` is True too.
+    left out. Raise a ValueError if they are other groups than before, or if a recipe makes FP8 parameters.
     """
     if given is False:
         return []
-    if quantized_parameters:
+    if any(map(makes_parameters, (*again.values(), *recipes.values()))):
         raise ValueError(
-            "convert: share_outer_scale can't be combined with quantized_parameters, because a write to one weight "
-            "would requantize the others. Use only one of them. fp8compile.load_quantized keeps the scales of a "
-            "checkpoint."
+            "convert: share_outer_scale can't be combined with weight_lifetime='parameter', because a write to one "
+            "weight would requantize the others. Use only one of them. fp8compile.load_quantized keeps the scales of "
+            "a checkpoint."
         )
     found = []
     for group in scale_groups(model, {**again, **recipes}, given):
@@ -167,6 +162,7 @@ def _groups(
     return found
 
 
+@replaced_arguments(**LIFETIME_ARGUMENTS)
 def convert(
     model: Model,
     recipe: Recipes,
@@ -176,7 +172,7 @@ def convert(
     tail: float = 0.0,
     tail_recipe: Recipe | None = None,
     amax_group: ProcessGroup | None = None,
-    quantized_parameters: bool = False,
+    weight_lifetime: str | None = None,
     keep_initial: bool = False,
     share_outer_scale: Groups = False,
     strict: bool = False,
@@ -208,9 +204,11 @@ def convert(
             with all layers after them. Blocks of several lists are concatenated. NVIDIA uses 0.15 for FP4 training.
         tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: The ranks over which amaxes are reduced for delayed scaling, as in ``fp8compile.Linear``.
-        quantized_parameters: Whether to store the weights of layers and experts as FP8 parameters, without a copy in
-            high precision. The parameters are then new objects. If forward and backward quantize the weight
-            differently (rowwise, MX), both copies are stored; see ``docs/parameters.md``.
+        weight_lifetime: How long the FP8 data of weights live: for a ``"call"``, a ``"pass"``, a ``"step"``, or as the
+            ``"parameter"``; see ``fp8compile.Recipe``. By default, what each recipe says. With ``"parameter"``, the
+            weights of layers and experts are stored as FP8 parameters, without a copy in high precision. The
+            parameters are then new objects. If forward and backward quantize the weight differently (rowwise, MX),
+            both copies are stored; see ``docs/parameters.md``.
         keep_initial: Whether to keep the high-precision values of FP8 parameters on the CPU, for
             ``fp8compile.MasterWeights`` to start from. With FSDP2, each rank keeps the values of its shards. For a
             weight on the meta device, this applies to the values written to it later.
@@ -229,11 +227,12 @@ def convert(
         ValueError: The model has no layers, or ``strict`` is set and none is converted. A pattern matches no layer.
             The model was compiled, scripted or exported, or a style of `fp8compile.parallel` was applied to a layer
             before. A layer was already converted with a different recipe,
-            ``amax_group``, ``share_outer_scale`` or ``quantized_parameters``. Layers of a group in
-            ``share_outer_scale`` have different recipes, delayed scaling, a transform or quantized parameters.
+            ``amax_group``, ``share_outer_scale`` or ``weight_lifetime``. Layers of a group in
+            ``share_outer_scale`` have different recipes, delayed scaling, a transform or FP8 parameters.
             ``keep_ends`` or ``tail`` is out of range. ``tail_recipe``, ``keep_initial`` or ``amax_group`` is given
-            without the option that it belongs to. A recipe has ``cache_weights``, but its layer can't cache quantized
-            weights. With ``quantized_parameters``, a recipe needs the high-precision weight, a weight is shared with a
+            without the option that it belongs to. ``weight_lifetime`` has another value, or it is ``"pass"`` for a
+            recipe that quantizes a weight twice, or ``"step"`` for a layer that can't cache quantized weights. With
+            ``"parameter"``, a recipe needs the high-precision weight, a weight is shared with a
             layer that is not converted, experts share a weight, or a weight is a DTensor of experts, a DTensor sharded
             by FSDP2, or a DTensor whose shards end within blocks. The model is then unchanged.
         RuntimeError: A weight to be quantized is a DTensor, and PyTorch is version 2.11.
@@ -242,25 +241,25 @@ def convert(
     _check_not_compiled(model)
     _check_not_frozen(model)
     recipe = with_tail(model, recipe, tail, tail_recipe)
-    plan, again = recipes_and_reasons(model, recipe, filter, keep_ends)
-    if quantized_parameters:
-        computed = [layer for layer, (own, _) in plan.items() if own is not None and has_computed_weight(layer)]
-        plan |= dict.fromkeys(computed, (None, COMPUTED))
+    plan, again = recipes_and_reasons(model, recipe, filter, keep_ends, weight_lifetime)
+    computed = [layer for layer, (own, _) in plan.items() if makes_parameters(own) and has_computed_weight(layer)]
+    plan |= dict.fromkeys(computed, (None, COMPUTED))
     given = [own for own, _ in plan.values() if own is not None] + list(again.values())
     check_amax_group("convert", given, amax_group, none_has="no layer gets")
-    if keep_initial and not quantized_parameters:
+    if keep_initial and not any(map(makes_parameters, given)):
         raise ValueError(
-            "convert: keep_initial requires quantized_parameters=True; without it, weights stay in high precision, so "
-            "there are no other initial values to keep. Omit keep_initial, or pass quantized_parameters=True."
+            "convert: keep_initial requires weight_lifetime='parameter'; otherwise, weights stay in high precision, "
+            "so there are no other initial values to keep. Omit keep_initial, or pass weight_lifetime='parameter'."
         )
-    _check_again(model, again, amax_group, quantized_parameters=quantized_parameters)
+    _check_again(model, again, amax_group)
     chosen = {layer: own for layer, (own, _) in plan.items() if own is not None}
     _check_plan_comes_later(model, chosen)
-    if quantized_parameters:
-        check_weights(model, chosen)
-        weights = [attrgetter(name)(layer) for layer in chosen for name in weight_names(layer)]
+    to_quantize = {layer: own for layer, own in chosen.items() if makes_parameters(own)}
+    if to_quantize:
+        check_weights(model, to_quantize)
+        weights = [attrgetter(name)(layer) for layer in to_quantize for name in weight_names(layer)]
         check_not_in_ddp(CONVERT, weights)
-    groups = _groups(model, chosen, again, share_outer_scale, quantized_parameters=quantized_parameters)
+    groups = _groups(model, chosen, again, share_outer_scale)
     shared = {layer for group in groups for layer in group}
     for layer, chosen_recipe in chosen.items():
         check_caches(chosen_recipe, holds_no_stacks(layer), shares_scale=layer in shared)
@@ -275,8 +274,7 @@ def convert(
             setattr(layer, LEFT_OUT, reason)
         else:
             put_in_float8(layer, own, amax_group)
-    if quantized_parameters:
-        quantize_weights(chosen, keep_initial=keep_initial, function=WITH_QUANTIZED_PARAMETERS)
+    quantize_weights(to_quantize, keep_initial=keep_initial, function=CONVERT_TO_PARAMETERS)
     share_scales(groups)
     watch_first_forward(model, set(chosen), strict=strict)
     return model

@@ -9,9 +9,9 @@ from fp8compile.nn.convert.why_not_converted import cannot_take
 from fp8compile.nn.convertible.convertible_layers import is_converted
 from fp8compile.nn.experts.converted_class import ConvertedModule
 from fp8compile.nn.experts.known_modules import holds_no_stacks
-from fp8compile.nn.layer.cached_weights import why_not_cached
+from fp8compile.nn.layer.cached_weights import CACHES, why_not_cached
 from fp8compile.nn.layer.linear import Linear
-from fp8compile.quantizers import GEMMS, Recipe
+from fp8compile.quantizers import CALL, GEMMS, PASS, STEP, Recipe
 
 __all__ = ["set_recipe"]
 
@@ -20,12 +20,14 @@ OF_ALL_PRODUCTS = ("emulate", "by_mx")  # fields of a recipe
 
 def _with_forward(recipe: Recipe, forward: Recipe | None) -> Recipe:
     taken = forward or Recipe()
-    keeps = taken.keep_weight_codes and taken.weight == recipe.weight_for_grad_input
+    lifetime = recipe.weight_lifetime if recipe.weight_lifetime == STEP else CALL
+    if lifetime == CALL and taken.keeps_weight_for_backward() and taken.weight == recipe.weight_for_grad_input:
+        lifetime = PASS
     return replace(
         recipe,
         input=taken.input,
         weight=taken.weight,
-        keep_weight_codes=keeps,
+        weight_lifetime=lifetime,
         fast_accumulation_output=taken.fast_accumulation_output,
         dequantized_output=taken.dequantized_output,
         dequantized_gradients=_has_codes(taken) and _dequantizes(recipe, taken),
@@ -60,8 +62,8 @@ def _cannot(layer: Linear | ConvertedModule, forward: Recipe | None) -> str | No
         if getattr(forward, name, False) and not getattr(layer.recipe, name):
             return f"{name}=True applies to all GEMMs of a layer, so it must be in the recipe of convert too"
     changed = _with_forward(layer.recipe, forward)
-    if changed.cache_weights and (reason := why_not_cached(changed, holds_no_stacks(layer))) is not None:
-        return f"its recipe has cache_weights, but {reason}"
+    if changed.weight_lifetime == STEP and (reason := why_not_cached(changed, holds_no_stacks(layer))) is not None:
+        return f"its recipe has {CACHES}, but {reason}"
     return cannot_take(layer, changed)
 
 
@@ -85,8 +87,9 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
         TypeError: The model is not a module, or ``forward`` is not a recipe.
         ValueError: The model has no FP8 layer, or the forward of a layer can't be changed: the layer has delayed
             scaling, a quantized weight or a shared global scale, was prepared for FSDP by this package, or has
-            ``cache_weights`` but could not cache the new quantized weight; experts do not support the recipe; or
-            ``forward`` has ``emulate`` or ``by_mx``, but the layer's recipe does not. The model is then unchanged.
+            ``weight_lifetime="step"`` but could not cache the new quantized weight; experts do not support the
+            recipe; or ``forward`` has ``emulate`` or ``by_mx``, but the layer's recipe does not. The model is then
+            unchanged.
     """
     check_model("set_recipe", model)
     if forward is not None and not isinstance(forward, Recipe):

@@ -6,6 +6,7 @@ The reason is the layer's kind, an argument of the caller, or other code that us
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -93,7 +94,7 @@ def _asker(
 
 
 def recipes_and_reasons(
-    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int
+    model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, weight_lifetime: str | None = None
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], dict[nn.Module, Recipe]]:
     """Decide the recipe of each layer that is not converted yet; for the arguments see `convert`.
 
@@ -111,6 +112,8 @@ def recipes_and_reasons(
     again: dict[nn.Module, Recipe] = {}
     for layer, names in found.items():
         own, why_not = asked(layer, names)
+        if own is not None and weight_lifetime is not None:
+            own = replace(own, weight_lifetime=weight_lifetime)
         if is_converted(layer):
             if own is not None and layer.recipe != own:
                 raise ValueError(

@@ -23,7 +23,6 @@ from fp8compile.nn.experts.known_modules import (
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.spread_over_ranks import DispatchOptions
 from fp8compile.nn.layer.codes_in_state import CodesInState
-from fp8compile.nn.layer.functional import check_recipe
 from fp8compile.nn.layer.layer_registry import CONVERTED
 from fp8compile.nn.layer.warn_if_not_sharded import warn_if_not_sharded
 from fp8compile.nn.made_classes import MadeClass, made_class
@@ -49,7 +48,7 @@ class ConvertedModule(CodesInState, MadeClass):
     """Mixin of converted modules of other libraries.
 
     The class of a converted module derives from this mixin and from its original class. Parameters and the state dict
-    stay as they were, unless ``fp8compile.convert(..., quantized_parameters=True)`` makes the weights codes and
+    stay as they were, unless ``fp8compile.convert(..., weight_lifetime="parameter")`` makes the weights codes and
     scales.
 
     Attributes:
@@ -65,17 +64,10 @@ class ConvertedModule(CodesInState, MadeClass):
         """Raise a ValueError if modules of this class can't run with the recipe."""
         raise NotImplementedError
 
-    @property
-    def recipe(self) -> Recipe:
-        """Quantizers for the operands of each GEMM. It can be set to another recipe."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Recipe) -> None:
-        check_recipe("recipe", recipe)
+    def take_recipe(self, recipe: Recipe) -> None:
+        """Set the recipe; raise a ValueError if modules of this class can't run with it."""
         self.check_takes(recipe)
-        self._set_caching(recipe)
-        self._recipe = recipe
+        super().take_recipe(recipe)
 
     def weights_to_observe(self) -> dict[str, int]:
         """Return {name of a weight: number of experts}; the number is 0 if the module is one linear."""
@@ -91,7 +83,7 @@ class ConvertedModule(CodesInState, MadeClass):
         return bool(self._quantized_parameters())
 
     def cached_weights(self) -> dict[str, bool]:
-        """Return {name: is stored transposed} for the weights whose codes ``cache_weights`` keeps between steps."""
+        """Return {name: is stored transposed} for the weights whose codes may be kept between steps."""
         return {} if self._host.observed is not None else dict.fromkeys(layout_of(self).weights, is_transposed(self))
 
 
@@ -219,7 +211,7 @@ def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
     """Convert another library's module in place: replace its class by the FP8 one, and set the recipe."""
     converted: Any = module
     converted.__class__ = hosted_class(type(module))
-    converted.recipe = recipe
+    converted.take_recipe(recipe)
     CONVERTED.add(module)
 
 

@@ -62,7 +62,7 @@ def register_experts(
     The class of a converted module is replaced with a subclass in which ``replacement`` replaces ``method``.
     Subclasses that inherit the method are also converted.
 
-    FP8 all-gather and ``quantized_parameters=True`` are supported under two conditions: the weights are the module's
+    FP8 all-gather and ``weight_lifetime="parameter"`` are supported under two conditions: the weights are the module's
     own 3-D parameters, (experts, out_features, in_features), and ``replacement`` uses the weights only in GEMMs.
 
     Args:

@@ -1,4 +1,4 @@
-"""Keep codes of plain weights between optimizer steps, if the recipe has ``cache_weights``.
+"""Keep codes of plain weights between optimizer steps, if the recipe has ``weight_lifetime="step"``.
 
 eager      the first forward after a change of the weight makes the codes
 compiled   tracing makes the first codes, and the end of `optimizer.step` all later ones
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from fp8compile import _compat
 from fp8compile.nn.check_model import Model, check_model
+from fp8compile.nn.layer.functional import check_recipe
 from fp8compile.nn.layer.layer_registry import CONVERTED
 from fp8compile.ops.layer.make_weight_codes import Sets
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import CALL, PARAMETER, STEP, Recipe
 from fp8compile.tensor import has_codes
 from fp8compile.tensor.weight_codes import codes_of, forget_codes, known_codes, pair
 
@@ -27,21 +28,22 @@ if TYPE_CHECKING:
 else:
     Module = object
 
-__all__ = ["KeepsCodes", "check_caches", "renew_weight_codes", "why_not_cached"]
+__all__ = ["CACHES", "KeepsCodes", "check_caches", "renew_weight_codes", "why_not_cached"]
 
-OTHERWISE = "Remove cache_weights from this layer's recipe."
+CACHES = f"weight_lifetime={STEP!r}"
+OTHERWISE = f"Use weight_lifetime={CALL!r} for this layer."
 SHARED_SCALE = "layers share a global scale, which changes with the weights of all of them"
 
 
 def check_caches(recipe: Recipe, missing: str | None = None, *, shares_scale: bool = False) -> None:
-    """Raise a ValueError if ``recipe`` has ``cache_weights`` and a layer can't keep codes.
+    """Raise a ValueError if ``recipe`` keeps codes for a step and a layer can't keep them.
 
     A layer can't keep codes if it shares an outer scale with other layers (``shares_scale``). See `why_not_cached` for
     ``missing``.
     """
     reason = SHARED_SCALE if shares_scale else why_not_cached(recipe, missing)
-    if recipe.cache_weights and reason is not None:
-        raise ValueError(f"recipe: cache_weights is not supported for this layer, because {reason}. {OTHERWISE}")
+    if recipe.weight_lifetime == STEP and reason is not None:
+        raise ValueError(f"recipe: {CACHES} is not supported for this layer, because {reason}. {OTHERWISE}")
 
 
 def why_not_cached(recipe: Recipe, missing: str | None) -> str | None:
@@ -57,19 +59,44 @@ def why_not_cached(recipe: Recipe, missing: str | None) -> str | None:
 
 
 class KeepsCodes(Module):
-    """Mixin of layers that keep the codes of their weights between steps if the recipe has ``cache_weights``."""
+    """Mixin of layers that keep the codes of their weights between steps if the recipe says so."""
 
-    recipe: Recipe
+    _recipe: Recipe
     _caches_weights = False  # as the recipe says, of which PyTorch 2.11 traces no attribute
 
-    def _set_caching(self, recipe: Recipe) -> None:
-        """Store ``recipe.cache_weights``; raise a ValueError if it is True and this layer can't keep codes.
+    @property
+    def recipe(self) -> Recipe:
+        """Quantizers for the operands of the three GEMMs. It can be set to another recipe."""
+        return self._recipe
 
-        If it is False, drop kept codes.
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        check_recipe(type(self).__name__, recipe)
+        if (recipe.weight_lifetime == PARAMETER) is not self.is_quantized():
+            given = "FP8 parameters" if self.is_quantized() else "weights in high precision"
+            raise ValueError(
+                f"recipe: weight_lifetime is {recipe.weight_lifetime!r}, but the layer has {given}. Only "
+                f"fp8compile.convert, freeze_weights and load_quantized create FP8 parameters."
+            )
+        self.take_recipe(recipe)
+
+    def is_quantized(self) -> bool:
+        """Whether the weights are FP8 parameters."""
+        raise NotImplementedError
+
+    def take_recipe(self, recipe: Recipe) -> None:
+        """Set the recipe, before the weights are replaced as its ``weight_lifetime`` says."""
+        self._set_caching(recipe)
+        self._recipe = recipe
+
+    def _set_caching(self, recipe: Recipe) -> None:
+        """Store whether codes live for a step; raise a ValueError if they should and this layer can't keep them.
+
+        If they should not, drop kept codes.
         """
         check_caches(recipe, self._holds_no_stacks())
-        self._caches_weights = recipe.cache_weights
-        if not recipe.cache_weights:
+        self._caches_weights = recipe.weight_lifetime == STEP
+        if not self._caches_weights:
             self.forget_codes()
 
     def _holds_no_stacks(self) -> str | None:
@@ -130,13 +157,13 @@ class KeepsCodes(Module):
             self.forget_codes()
 
     def check_gathered_as_codes(self, weight: Tensor) -> None:
-        """Raise a ValueError if the recipe has ``cache_weights`` and ``weight`` holds values, not codes.
+        """Raise a ValueError if codes should live for a step, but ``weight`` holds values.
 
         For layers that get their weights without names: they can't find kept codes, which are looked up by name.
         """
         if self._caches_weights and not has_codes(_compat.local_itself(weight)):
             raise ValueError(
-                f"cache_weights: quantized weights of {type(self).__name__} can't be cached, because its method "
+                f"{CACHES}: quantized weights of {type(self).__name__} can't be cached, because its method "
                 "receives tensors and not the names of the weights. Call "
                 f"fp8compile.parallel.fsdp_float8_all_gather before fully_shard to cache them. {OTHERWISE}"
             )
@@ -149,7 +176,7 @@ def _check_here(module: nn.Module, weight: Tensor) -> None:
     elif _compat.is_fsdp_managed(module):
         reason = "FSDP all-gathers it in high precision; fsdp_float8_all_gather, before fully_shard, caches it"
     if reason is not None:
-        raise ValueError(f"cache_weights: this weight can't be cached in FP8, because {reason}. {OTHERWISE}")
+        raise ValueError(f"{CACHES}: this weight can't be cached in FP8, because {reason}. {OTHERWISE}")
 
 
 def _can_count(weight: Tensor) -> bool:
@@ -196,7 +223,7 @@ def _are_read(weight: Tensor, codes: Any, recipe: Recipe, dtype: torch.dtype, is
 
 
 def renew_weight_codes(model: Model) -> Model:
-    """Requantize the weights of all layers with ``cache_weights``, and replace the cached weights.
+    """Requantize the weights of all layers with ``weight_lifetime="step"``, and replace the cached weights.
 
     Call this after you write to weights in a way that bypasses both PyTorch's version counters and ``optimizer.step``,
     such as through ``.data`` or with a custom kernel. With FSDP2, the cached weights are discarded, and the next
@@ -210,14 +237,14 @@ def renew_weight_codes(model: Model) -> Model:
 
     Raises:
         TypeError: The model is not a module.
-        ValueError: No layer of the model has a recipe with ``cache_weights``.
+        ValueError: No layer of the model has ``weight_lifetime="step"``.
     """
     check_model("renew_weight_codes", model)
     layers: list[Any] = [each for each in model.modules() if each in CONVERTED and each._caches_weights]
     if not layers:
         raise ValueError(
-            "renew_weight_codes: no layer of the model has a recipe with cache_weights. Convert with one, such as "
-            "fp8compile.recipes.rowwise(cache_weights=True)."
+            f"renew_weight_codes: no layer of the model has {CACHES}. Call fp8compile.convert(model, recipe, "
+            f"{CACHES})."
         )
     for layer in layers:
         if (scales := getattr(layer, "weight_scales", None)) is not None:

@@ -188,7 +188,7 @@ def linear(
             of the weight is computed from this amax instead of its own. Pass the same amax for weights that share the
             scale. It is ignored if the weight has only block scales.
         weight_codes: The cached quantized ``weight`` for output and grad_input, if there is one
-            (``Recipe.cache_weights``). It must be what the recipe computes from ``weight``.
+            (``Recipe.weight_lifetime``). It must be what the recipe computes from ``weight``.
         observer: Buffers in which the backward accumulates statistics of the operands, from an `fp8compile.Monitor`.
 
     Returns:

@@ -22,7 +22,7 @@ from fp8compile.nn.layer.layer_registry import CONVERTED
 from fp8compile.nn.layer.placed_like import on_all_ranks_of
 from fp8compile.nn.layer.shared_outer_amax import shared_outer_amax
 from fp8compile.nn.layer.warn_if_not_sharded import MARK, warn_if_not_sharded
-from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
+from fp8compile.quantizers import CALL, PARAMETER, DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, is_quantized_parameter
 
 __all__ = ["Linear", "become_float8", "become_plain", "cannot_revert"]
@@ -41,7 +41,7 @@ class Linear(CodesInState, nn.Linear):
     """A ``torch.nn.Linear`` whose GEMMs run in FP8.
 
     It is a subclass of ``nn.Linear``, so tools that look for ``nn.Linear`` find it. Parameters and state dict are as
-    in ``nn.Linear``, unless the layer was created by ``fp8compile.convert`` with ``quantized_parameters=True``. The
+    in ``nn.Linear``, unless the layer was created by ``fp8compile.convert`` with ``weight_lifetime="parameter"``. The
     state dict then contains FP8 data and scales instead of the weight. Loading a state dict with a high-precision
     weight quantizes it.
 
@@ -61,8 +61,8 @@ class Linear(CodesInState, nn.Linear):
 
     Raises:
         TypeError: ``recipe`` or ``amax_group`` has a wrong type, or ``dtype`` is not one of the three.
-        ValueError: A group is given for a recipe without delayed scaling, or the recipe has ``cache_weights`` and its
-            quantized weight can't be cached.
+        ValueError: A group is given for a recipe without delayed scaling, the recipe has ``weight_lifetime="step"``
+            and its quantized weight can't be cached, or it has ``"parameter"``, which needs `convert`.
     """
 
     amax_group: str | None = None  # the group's name: a group can be neither copied nor pickled
@@ -86,7 +86,7 @@ class Linear(CodesInState, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_recipe("Linear", recipe)
+        _check_recipe(recipe)
         if dtype not in (None, *SOURCE_DTYPES):
             raise TypeError(f"Linear: `dtype` is {dtype}; it must be bfloat16, float16 or float32.")
         check_amax_group("Linear", [recipe], amax_group)
@@ -118,7 +118,7 @@ class Linear(CodesInState, nn.Linear):
                 "another library, and would be called instead of FP8. Convert the model before the forward is "
                 "replaced."
             )
-        check_recipe("Linear", recipe)
+        _check_recipe(recipe)
         check_amax_group("Linear", [recipe], amax_group)
         module = cls.__new__(cls)
         module.__dict__.update(linear.__dict__, _buffers=dict(linear._buffers))  # a copy: no new buffers for linear
@@ -143,17 +143,10 @@ class Linear(CodesInState, nn.Linear):
         rebind_load_hooks(module)
         return module
 
-    @property
-    def recipe(self) -> Recipe:
-        """Quantizers for the operands of the three GEMMs. It can be set to another recipe."""
-        return self._recipe
-
-    @recipe.setter
-    def recipe(self, recipe: Recipe) -> None:
-        check_recipe("Linear", recipe)
-        self._set_caching(recipe)
-        self._recipe = recipe
-        self._recipe_under_fsdp = _keeping_nothing(recipe) if recipe.keep_weight_codes else None
+    def take_recipe(self, recipe: Recipe) -> None:
+        """Set the recipe, and the one for weights that FSDP frees."""
+        super().take_recipe(recipe)
+        self._recipe_under_fsdp = _keeping_nothing(recipe) if recipe.keeps_weight_for_backward() else None
         if self.scale_group:
             self.share_scale(self.scale_group)
 
@@ -183,7 +176,7 @@ class Linear(CodesInState, nn.Linear):
         return linear(input, self.weight, self.bias, recipe=recipe, **beside)
 
     def cached_weights(self) -> dict[str, bool]:
-        """Return {name: is stored transposed} for the weights that ``cache_weights`` keeps quantized between steps."""
+        """Return {name: is stored transposed} for the weights that may stay quantized between steps."""
         return {"weight": False}
 
     def outer_amax(self) -> Tensor | None:
@@ -277,10 +270,20 @@ class Linear(CodesInState, nn.Linear):
 reach_codes(Linear, "weight")
 
 
+def _check_recipe(recipe: object) -> None:
+    check_recipe("Linear", recipe)
+    assert isinstance(recipe, Recipe)
+    if recipe.weight_lifetime == PARAMETER:
+        raise ValueError(
+            f"Linear: a recipe with weight_lifetime={PARAMETER!r} needs fp8compile.convert, which creates the FP8 "
+            "parameter. Create an nn.Linear, and convert it."
+        )
+
+
 @cache  # the same object for all layers, because graphs have guards on its identity
 def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """Return the recipe with ``keep_weight_codes`` off, because FSDP would free a weight but not its kept codes."""
-    return replace(recipe, keep_weight_codes=False)
+    """Return the recipe that quantizes in each call, because FSDP would free a weight but not its kept codes."""
+    return replace(recipe, weight_lifetime=CALL)
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
@@ -288,7 +291,7 @@ def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None
 
     ``amax_group`` are the ranks that reduce amaxes of delayed scaling, or None.
     """
-    layer.recipe = recipe
+    layer.take_recipe(recipe)
     CONVERTED.add(layer)
     if recipe.history():
         state = DelayedState.initial(recipe, device=layer.weight.device, group=amax_group)

@@ -153,7 +153,7 @@ def place_codes(layer: nn.Module, mesh: Any, placement: Any, source: int | None,
         return
     for own in weight.sets() if weight.ndim == 2 else ():
         if (reason := _why_not(weight.shape, mesh, [placement], own.quantizer)) is not None:
-            raise ValueError(f"tensor parallel: a quantized weight {reason}. Exclude it from quantized_parameters.")
+            raise ValueError(f"tensor parallel: a quantized weight {reason}. Use weight_lifetime='call' for it.")
 
     def part(tensor: Tensor, where: Any) -> Tensor:
         return distribute_tensor(tensor, mesh, [where], src_data_rank=source).to_local()

@@ -53,7 +53,7 @@ class ConversionRow:
         gathered: What FSDP2 gathers for the weights: a text that begins with ``"quantized data"``, or with
             ``"param_dtype: "`` and the reason. Empty before ``fp8compile.parallel.fsdp_float8_all_gather`` was called.
         sharded: Whether ``fully_shard`` was called for the layer. If not, ``gathered`` tells what FSDP2 will gather.
-        quantized_weight: Whether the weight is an FP8 parameter, from ``quantized_parameters=True`` of
+        quantized_weight: Whether the weight is an FP8 parameter, from ``weight_lifetime="parameter"`` of
             ``fp8compile.convert``.
         past_forward: The method that multiplies a converted layer's weight without calling the layer, so that the
             product is not in FP8. Empty if neither the first forward nor the report's forward had such a product.

@@ -16,7 +16,7 @@ from fp8compile.nn.convertible.convertible_layers import is_converted, weight_na
 from fp8compile.nn.layer.forward_dtype import forward_dtypes
 from fp8compile.nn.weights.quantize_weights import check_weights, quantize_weights
 from fp8compile.nn.weights.share_outer_scale import check_whole_groups
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import PARAMETER, Recipe
 from fp8compile.tensor import QuantizedParameter, in_place_of, is_quantized_parameter, mark_replaced
 
 __all__ = ["freeze_weights"]
@@ -32,7 +32,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
     if recipe.weight is None:
         return None
     if recipe.shares_weight_codes():
-        return replace(recipe, keep_weight_codes=False) if recipe.keep_weight_codes else recipe
+        return recipe
     if recipe.history():
         raise ValueError(
             "freeze_weights: a layer has delayed scaling for the output, but quantizes its weight differently for "
@@ -46,8 +46,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
         input_for_grad_weight=None,
         fast_accumulation_grad_input=False,
         fast_accumulation_grad_weight=False,
-        keep_weight_codes=False,
-        cache_weights=False,
+        weight_lifetime=PARAMETER,
         dequantized_gradients=True,
     )
 
@@ -131,7 +130,7 @@ def freeze_weights(model: Model, *, forward_dtype: torch.dtype | None = None) ->
     dtypes = {layer: attrgetter(weight_names(layer)[0])(layer).dtype for layer in values}
     dtypes = forward_dtypes(FUNCTION, model, dtypes, forward_dtype)
     for layer in found:
-        layer.recipe = recipes.get(layer, layer.recipe)
+        layer.take_recipe(recipes.get(layer, layer.recipe))
     quantize_weights(values, keep_initial=False, function="fp8compile.freeze_weights", dtypes=dtypes)
     for layer in quantized:
         for name in weight_names(layer):

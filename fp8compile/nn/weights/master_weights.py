@@ -361,7 +361,7 @@ def _check_closure(optimizer: type[Optimizer]) -> None:
         raise TypeError(
             f"MasterWeights: the step of {optimizer.__name__} requires a closure, which would always see the FP8 "
             "weights from before the step. Use an optimizer that does not require a closure, such as "
-            "torch.optim.AdamW, or convert without quantized_parameters."
+            "torch.optim.AdamW, or convert with weight_lifetime='call'."
         )
 
 

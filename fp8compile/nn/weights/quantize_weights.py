@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from fp8compile.nn.experts.known_modules import as_it_lies, holds_no_stacks
 from fp8compile.nn.layer.linear import Linear
 from fp8compile.nn.layer.tensor_parallel_weights import not_placed, quantized_part, unwritten
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
-from fp8compile.quantizers import DelayedScaling, Quantizer, Recipe
+from fp8compile.quantizers import PARAMETER, DelayedScaling, Quantizer, Recipe
 from fp8compile.tensor import QuantizedParameter, allow_groups, assign, in_place_of, mark_replaced
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "as_parameter",
     "check_weights",
     "has_computed_weight",
+    "makes_parameters",
     "not_codes",
     "put_codes",
     "quantize_weights",
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 
-CONVERT = "convert: quantized_parameters"
+CONVERT = f"convert: weight_lifetime={PARAMETER!r}"
 COMPUTED = "the weight is computed from other parameters in each forward (as by weight_norm, spectral_norm or FSDP1)"
 
 
@@ -50,6 +52,11 @@ def _check_placed(function: str, names: Mapping[nn.Module, str], layers: Iterabl
             f"{function}: weights must be quantized before fully_shard, which was already called for "
             f"{', '.join(sharded)}. Quantize first, then call fully_shard."
         )
+
+
+def makes_parameters(recipe: Recipe | None) -> bool:
+    """Whether layers with this recipe have FP8 parameters."""
+    return recipe is not None and recipe.weight_lifetime == PARAMETER
 
 
 def has_computed_weight(layer: nn.Module) -> bool:
@@ -184,7 +191,7 @@ def check_weights(model: nn.Module, recipes: Mapping[nn.Module, Recipe], *, func
         if (reason := not_codes(recipe)) is not None:
             raise ValueError(
                 f"{function}: the recipe of {name} {reason}. Use another recipe, such as "
-                "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or omit quantized_parameters."
+                "fp8compile.recipes.rowwise(), mxfp8() or tensorwise(), or weight_lifetime='call'."
             )
         if is_dtensor(weight) and weight.ndim == 3:
             raise ValueError(
@@ -222,8 +229,9 @@ def as_parameter(weight: Tensor, name: str, codes: Tensor, *, function: str) -> 
 
 
 def put_codes(layer: Any, name: str, codes: nn.Parameter) -> None:
-    """Replace the parameter ``name`` of a converted layer by the result of `as_parameter`."""
+    """Replace the parameter ``name`` of a converted layer by the result of `as_parameter`; its recipe says so."""
     setattr(layer, name, codes)
+    layer.take_recipe(replace(layer.recipe, weight_lifetime=PARAMETER))
     layer.reach_codes()
 
 

@@ -172,7 +172,7 @@ class Operands:
                 # messages of two layers.
                 own = replace(own, scale=after(own.scale, own.codes))
             return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
-        if self._reads_once(part) and self.recipe.keep_weight_codes and _is_aligned(part.local):
+        if self._reads_once(part) and self.recipe.keeps_weight_for_backward() and _is_aligned(part.local):
             found = self._kept(part, quantizer, slot)
         else:
             found = self._quantized(part, quantizer, slot)

@@ -27,7 +27,7 @@ from fp8compile.ops.layer.layer_args import LayerArgs, check_layer, part_of_toke
 from fp8compile.ops.layer.multiply_over_ranks import as_read, multiply_parts
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
 from fp8compile.ops.quantize_both import is_pair
-from fp8compile.quantizers import Gemm, Recipe
+from fp8compile.quantizers import CALL, Gemm, Recipe
 
 __all__ = [
     "delayed_output",
@@ -124,9 +124,9 @@ def _for_one_gradient(recipe: Recipe, gemm: Gemm) -> Recipe:
     if not is_pair(recipe.grad_output, recipe.grad_output_for_grad_weight):
         return recipe
     other = GRAD_INPUT if gemm is GRAD_WEIGHT else GRAD_WEIGHT
-    kept = recipe.keep_weight_codes and gemm is GRAD_INPUT
+    lifetime = recipe.weight_lifetime if gemm is GRAD_INPUT else CALL
     no_quantizers: dict[str, Any] = {other.a: None, other.b: None}
-    return replace(recipe, **no_quantizers, keep_weight_codes=kept)
+    return replace(recipe, **no_quantizers, weight_lifetime=lifetime)
 
 
 def for_gradients_of(recipe: Recipe, *, x: bool, weight: bool) -> Recipe:
@@ -145,9 +145,9 @@ def check_unwritten(weight: Tensor) -> None:
     """Raise a ValueError if the traced graph has written to a weight, whose FP8 data is then out of date."""
     if _compat.is_written_in_graph(weight):
         raise ValueError(
-            "cache_weights: a compiled function writes to a weight, through .data or a torch._foreach op, and then "
-            "uses the weight's cached quantized data, which is stale. Write to weights outside of the compiled "
-            "function, or omit cache_weights from this layer's recipe."
+            "weight_lifetime='step': a compiled function writes to a weight, through .data or a torch._foreach op, "
+            "and then uses the weight's cached quantized data, which is stale. Write to weights outside of the "
+            "compiled function, or use weight_lifetime='call' for this layer."
         )
 
 

@@ -202,7 +202,7 @@ def fsdp_float8_all_gather(
     """Make `fully_shard` all-gather the weights of FP8 layers in FP8, at one byte per element.
 
     Weights of experts are also all-gathered in FP8, sharded along experts or along another dim
-    (``shard_placement_fn``). Each expert has its own scales. FP8 parameters (``quantized_parameters=True``) are
+    (``shard_placement_fn``). Each expert has its own scales. FP8 parameters (``weight_lifetime="parameter"``) are
     already quantized. Weights that can't be all-gathered in FP8 are all-gathered in ``param_dtype``;
     ``fp8compile.conversion_report`` shows which and why.
 
@@ -285,7 +285,7 @@ def _ask_quantized(parameter: QuantizedParameter, checkpointed: bool, one_gather
     """
     if one_gather == PLAIN:
         raise ValueError(
-            f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, but FP8 parameters (quantized_parameters of "
+            f"fsdp_float8_all_gather: one_gather is {PLAIN!r}, but FP8 parameters (weight_lifetime of "
             f"fp8compile.convert) can't be gathered in high precision. Use {BOTH!r}."
         )
     if parameter.gathers is not None:

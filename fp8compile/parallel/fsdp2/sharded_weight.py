@@ -35,7 +35,7 @@ from fp8compile.ops.layer.quantize_over_ranks import (
     scales_of,
     whole_amax,
 )
-from fp8compile.quantizers import GEMMS, Gemm, Quantizer
+from fp8compile.quantizers import GEMMS, STEP, Gemm, Quantizer
 from fp8compile.tensor import (
     FullyShardHooks,
     GatherPolicy,
@@ -253,7 +253,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
 
         def make(as_sent: Quantizer) -> tuple[Tensor, ...]:
             layer: Any = module
-            if not layer.recipe.cache_weights:
+            if layer.recipe.weight_lifetime != STEP:
                 return make_now(as_sent)
             return layer.weight_scales.sent(layer, self.name, (gemm, as_sent), partial(make_now, as_sent))
 

@@ -94,7 +94,7 @@ class WeightScales:
         self._weights = list(weights)
         self._parameters: dict[tuple[nn.Module, str], _compat.FsdpParameter] = {}
         self._scales: dict[tuple[nn.Module, str], _Scales] = {}
-        # what a rank sends of its shard, with ``cache_weights``: codes and scales by the product and how codes travel
+        # what a rank sends of its shard while codes live for a step: codes and scales, by GEMM and how they are sent
         self._sent: dict[tuple[nn.Module, str], tuple[_Version, dict[Hashable, tuple[Tensor, ...]]]] = {}
 
     def _known(self, weight: tuple[nn.Module, str]) -> dict[tuple[nn.Module, str], _compat.FsdpParameter]:

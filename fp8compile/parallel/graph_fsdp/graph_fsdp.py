@@ -15,12 +15,14 @@ from fp8compile.nn.check_model import Model
 from fp8compile.nn.convertible.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.host import stacks
+from fp8compile.nn.layer.cached_weights import CACHES
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes
 from fp8compile.parallel.graph_fsdp.delayed_scaling import amax_reduction
 from fp8compile.parallel.graph_fsdp.modules import ForwardScope, ModuleState, become_sharded, is_sharded
 from fp8compile.parallel.graph_fsdp.shards import ParameterSharding, TensorParallelLayout, shard_parameter
 from fp8compile.parallel.graph_fsdp.weight_amaxes import weight_amax_plan
+from fp8compile.quantizers import STEP
 from fp8compile.tensor import QuantizedTensor, shown
 
 if TYPE_CHECKING:
@@ -59,10 +61,10 @@ def _check_module(name: str, module: nn.Module) -> None:
         )
     if _compat.is_fsdp(module):
         raise ValueError(f"{what} is already sharded by fully_shard. Use only one of the two.")
-    if is_converted(module) and module.recipe.cache_weights:
+    if is_converted(module) and module.recipe.weight_lifetime == STEP:
         raise ValueError(
-            f"{what} has a recipe with cache_weights, but graph_fsdp quantizes shards in each forward. Omit "
-            "cache_weights, or use fully_shard with fsdp_float8_all_gather, which caches the quantized shards."
+            f"{what} has a recipe with {CACHES}, but graph_fsdp quantizes shards in each forward. Use "
+            "weight_lifetime='call', or use fully_shard with fsdp_float8_all_gather, which caches quantized shards."
         )
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Codes of weights that live from micro-batch to micro-batch, by a recipe's ``cache_weights``."""
+"""Codes of weights that live from micro-batch to micro-batch, with ``weight_lifetime="step"``."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class MemoryReport:
         kept: The tensors that the forward computes and saves for the backward, excluding parameters and inputs.
         forward: The peak of the forward, without gradients and optimizer.
         backward: The peak of the backward, with the gradients computed until then, without the optimizer.
-        weight_codes: Quantized weights cached between micro-batches, with ``cache_weights`` of a recipe. The peaks are
+        weight_codes: Quantized weights cached between micro-batches, with ``weight_lifetime="step"``. The peaks are
             those of a micro-batch for which they are already cached.
         counted: Identical blocks whose numbers are extrapolated from code for fewer blocks, such as
             "model.layers.{1..30}"; empty if code was generated for the full model.

@@ -20,7 +20,7 @@ class Moment:
 
     Attributes:
         parameters: Parameters and buffers.
-        weight_codes: Quantized weights cached between micro-batches (``cache_weights``).
+        weight_codes: Quantized weights cached between micro-batches (``weight_lifetime="step"``).
         inputs: Arguments of the call.
         kept: Tensors that the forward saves for the backward; during the forward, those computed so far.
         results: What the forward returns; during the backward also the gradients of its results.

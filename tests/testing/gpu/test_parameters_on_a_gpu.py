@@ -20,7 +20,7 @@ def test_a_block_of_parameters_that_are_codes_runs_on_a_b200_as_its_reference(re
     x = torch.randn(48, 64).bfloat16()
     expected = plain(x).detach()
     f8.revert(plain)
-    model = f8.convert(plain, f8.recipes.by_name(recipe), quantized_parameters=True)
+    model = f8.convert(plain, f8.recipes.by_name(recipe), weight_lifetime="parameter")
     run = run_gpu_program(model, x.requires_grad_(), arch="b200")
     assert not run.differences, run.differences
     assert_bits_equal(model(x).detach(), expected, "codes of a weight that is no codes")

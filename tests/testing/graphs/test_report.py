@@ -262,7 +262,7 @@ def test_matrices_of_a_linear_beside_its_weight_are_listed():
     [
         (f8.recipes.rowwise(), "rowwise"),
         (f8.recipes.rowwise(scale="pow2", grad_format="e5m2"), "rowwise(grad_format='e5m2', scale='pow2')"),
-        (f8.recipes.delayed(history=16, keep_weight_codes=False), "delayed(history=16, keep_weight_codes=False)"),
+        (f8.recipes.delayed(history=16, weight_lifetime="call"), "delayed(history=16, weight_lifetime='call')"),
         (f8.recipes.mxfp8(emulate=True), "mxfp8(emulate=True)"),
     ],
     ids=["ready", "two arguments", "delayed", "mxfp8"],

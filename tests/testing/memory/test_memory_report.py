@@ -95,7 +95,7 @@ def test_the_optimizer_is_counted_by_a_step_of_it():
 
 def test_codes_and_masters_of_quantized_parameters_are_counted():
     model = nn.Sequential(nn.Linear(D, H, bias=False)).bfloat16()
-    f8.convert(model, f8.recipes.tensorwise(), filter="*", quantized_parameters=True)
+    f8.convert(model, f8.recipes.tensorwise(), filter="*", weight_lifetime="parameter")
     report = memory_report(
         model,
         torch.randn(M, D, dtype=torch.bfloat16),

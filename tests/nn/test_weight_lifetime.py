@@ -1,0 +1,121 @@
+"""How long FP8 weights live is one option: by the recipe, by `convert`, and the same on every layer that has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fp8compile as f8
+
+LIFETIMES = "call", "pass", "step", "parameter"
+
+
+def model_of(*recipes, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)).bfloat16()
+    each = dict(zip("01", recipes, strict=True)) if len(recipes) > 1 else recipes[0]
+    return f8.convert(model, each, filter="*", **options)
+
+
+def lifetimes(model):
+    return [layer.recipe.weight_lifetime for layer in model]
+
+
+@pytest.mark.parametrize("lifetime", LIFETIMES)
+def test_the_option_of_convert_and_of_a_recipe_are_one(lifetime, assert_bits_equal):
+    x = torch.randn(32, 64).bfloat16()
+    asked = model_of(f8.recipes.tensorwise(), weight_lifetime=lifetime)
+    chosen = model_of(f8.recipes.tensorwise(weight_lifetime=lifetime))
+    other = model_of(f8.recipes.tensorwise(weight_lifetime="step"), weight_lifetime=lifetime)
+    plain = model_of(f8.recipes.tensorwise())
+    for model in (asked, chosen, other):
+        assert lifetimes(model) == [lifetime] * 2
+        assert [layer.is_quantized() for layer in model] == [lifetime == "parameter"] * 2
+        assert_bits_equal(model(x), plain(x))
+
+
+def test_each_layer_can_have_its_own():
+    model = model_of(f8.recipes.rowwise(weight_lifetime="parameter"), f8.recipes.rowwise(weight_lifetime="step"))
+    assert [layer.is_quantized() for layer in model] == [True, False]
+    assert [row.quantized_weight for row in f8.conversion_report(model).rows] == [True, False]
+
+
+def test_a_converted_model_keeps_its_lifetime():
+    model = model_of(f8.recipes.rowwise(), weight_lifetime="parameter")
+    f8.convert(model, f8.recipes.rowwise(weight_lifetime="parameter"), filter="*")
+    with pytest.raises(ValueError, match="already converted, with another recipe"):
+        f8.convert(model, f8.recipes.rowwise(), filter="*")
+
+
+def test_what_makes_fp8_parameters_says_so_in_the_recipe():
+    assert lifetimes(f8.freeze_weights(model_of(f8.recipes.rowwise(weight_lifetime="step")))) == ["parameter"] * 2
+    assert lifetimes(f8.freeze_weights(model_of(f8.recipes.delayed()))) == ["parameter"] * 2
+
+
+def test_a_layer_changes_only_between_lifetimes_of_values():
+    layer = model_of(f8.recipes.tensorwise())[0]
+    for lifetime in ("step", "pass", "call"):
+        layer.recipe = replace(layer.recipe, weight_lifetime=lifetime)
+        assert lifetimes([layer]) == [lifetime]
+    with pytest.raises(
+        ValueError, match="weight_lifetime is 'parameter', but the layer has weights in high precision"
+    ):
+        layer.recipe = f8.recipes.tensorwise(weight_lifetime="parameter")
+    frozen = model_of(f8.recipes.tensorwise(), weight_lifetime="parameter")[0]
+    with pytest.raises(ValueError, match="weight_lifetime is 'call', but the layer has FP8 parameters"):
+        frozen.recipe = f8.recipes.tensorwise()
+    with pytest.raises(
+        ValueError, match=r"Linear: a recipe with weight_lifetime='parameter' needs fp8compile\.convert"
+    ):
+        f8.Linear(64, 64, recipe=f8.recipes.tensorwise(weight_lifetime="parameter"))
+    with pytest.raises(
+        ValueError, match=r"Linear: a recipe with weight_lifetime='parameter' needs fp8compile\.convert"
+    ):
+        f8.Linear.from_linear(nn.Linear(64, 64), f8.recipes.tensorwise(weight_lifetime="parameter"))
+
+
+def test_fp8_parameters_share_no_global_scale_whoever_asks_for_them():
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("q_proj", "k_proj")})
+    recipe = f8.recipes.tensorwise(weight_lifetime="parameter")
+    with pytest.raises(ValueError, match="share_outer_scale can't be combined with weight_lifetime='parameter'"):
+        f8.convert(model, recipe, filter="*", share_outer_scale=[("q_proj", "k_proj")])
+
+
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (lambda: model_of(f8.recipes.rowwise(), quantized_parameters=True), "parameter"),
+        (lambda: f8.recipes.rowwise(cache_weights=True), "step"),
+        (lambda: f8.recipes.by_name("nvfp4", cache_weights=True), "step"),
+        (lambda: f8.recipes.by_name("delayed(keep_weight_codes=True)"), "pass"),
+    ],
+)
+def test_arguments_of_earlier_versions_raise_with_the_new_spelling(call, instead):
+    with pytest.raises(TypeError, match=rf"was replaced\. Pass weight_lifetime='{instead}' instead of"):
+        call()
+
+
+def test_values_that_are_none_of_the_four_raise():
+    for call in (
+        lambda: f8.recipes.rowwise(weight_lifetime="forever"),
+        lambda: model_of(f8.recipes.rowwise(), weight_lifetime=""),
+    ):
+        with pytest.raises(ValueError, match="must be 'call', 'pass', 'step', 'parameter'"):
+            call()
+    with pytest.raises(ValueError, match="weight_lifetime='pass' requires the same quantizer"):
+        model_of(f8.recipes.rowwise(), weight_lifetime="pass")
+
+
+@pytest.mark.parametrize("name", f8.recipes.names())
+def test_describe_and_by_name_know_it(name):
+    for lifetime in LIFETIMES:
+        try:
+            recipe = f8.recipes.by_name(name, weight_lifetime=lifetime)
+        except ValueError:
+            assert lifetime == "pass"
+            continue
+        assert f8.recipes.by_name(f8.recipes.describe(recipe)) == recipe
+    assert f8.recipes.describe(f8.recipes.by_name(name)) == name
