@@ -151,8 +151,8 @@ def casts(rows: int, dim: int, hidden: int, experts: int) -> None:
         3.0 * weight.numel(),
     )
     line("group_cast x", partial(ops.group_cast, x, offsets, multiplier, column), 0, 3.0 * x.numel())
-    line("group_quantize_both x", partial(ops.group_quantize_both, x, offsets, strip, pillar), 0, 4.0 * x.numel())
-    line("quantize_both x", partial(ops.quantize_both, x, strip, pillar), 0, 4.0 * x.numel())
+    line("group_cast_transpose x", partial(ops.group_cast_transpose, x, offsets, strip, pillar), 0, 4.0 * x.numel())
+    line("cast_transpose x", partial(ops.cast_transpose, x, strip, pillar), 0, 4.0 * x.numel())
     line("quantize_weight, tiles, gate_up", partial(ops.quantize_weight, weight, tile, tile), 0, 3.0 * weight.numel())
     line(
         f"quantize_weight, rows, {tuple(wide.shape)}",

@@ -17,7 +17,7 @@ import triton
 from fp8compile.kernels import (
     both_directions,
     group_amax_and_cast,
-    group_quantize_both,
+    group_cast_transpose,
     group_quantize_rows,
     group_quantize_two_levels,
     grouped_blockwise_mm,
@@ -82,8 +82,8 @@ def test_quantize(arch, x_type, rule, n):
     )
     both = {"rows_ptr": "*u8", "row_scales_ptr": scales, "columns_ptr": "*u8", "column_scales_ptr": scales}
     kinds = TOKENS | {"x_ptr": x_type, "C": "i32"} | both
-    constants = group_quantize_both.group_constants(quantizer.transposed(), quantizer, n, gpu.target) | CONTIGUOUS
-    fn = group_quantize_both.groups_both_kernel
+    constants = group_cast_transpose.group_constants(quantizer.transposed(), quantizer, n, gpu.target) | CONTIGUOUS
+    fn = group_cast_transpose.groups_both_kernel
     assert_good(fn, kinds, constants, both_directions.CANDIDATES, gpu, codes=["rows_ptr", "columns_ptr"])
 
 

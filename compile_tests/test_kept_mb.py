@@ -140,7 +140,7 @@ def test_what_is_made_again_changes_no_bit(recipe, way, monkeypatch):
     """The same graph without the marks and barriers keeps more, and has the same gradients."""
     kept, gradients = step(RECIPES[recipe], WAYS[way])
     monkeypatch.setattr(f8.inductor, "repeat_in_backward", lambda tensor: None)
-    monkeypatch.setattr("fp8compile.ops.layer.operands.made_of_kept", lambda tensor: tensor)
+    monkeypatch.setattr("fp8compile.ops.layer.operands.optimization_barrier", lambda tensor: tensor)
     before, expected = step(RECIPES[recipe], WAYS[way])
     assert kept < before if way != "checkpointed" else kept == before
     assert all(map(torch.equal, gradients, expected))

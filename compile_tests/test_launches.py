@@ -31,8 +31,8 @@ pytestmark = [
 ]
 RECIPES = [("rowwise", "h200"), ("blockwise", "h200"), ("mxfp8", "b200"), ("nvfp4", "b200")]
 LAUNCHED = (
-    "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows", "group_outer_amaxes",
-    "group_quantize_two_levels", "grouped_blockwise_mm", "quantize_weight", "quantize_both", "quantize_columns",
+    "group_amax", "group_cast", "group_quantize", "group_cast_transpose", "group_quantize_rows", "group_outer_amaxes",
+    "group_quantize_two_levels", "grouped_blockwise_mm", "quantize_weight", "cast_transpose", "quantize_columns",
     "quantize_two_levels", "outer_amaxes",
 )  # fmt: skip
 SMALL = 1024, 256, 128, 8

@@ -21,7 +21,7 @@ def test_the_largest_moments_are_those_of_a_run(kind, recipe):
 def test_codes_from_micro_batch_to_micro_batch_are_those_that_are_held(recipe):
     call, args = small_block("mlp", recipe)
     report = f8.testing.memory_report(call, *args, arch="cpu")
-    _, _, _, held = real_peaks(lambda: f8.renew_weight_codes(call))
+    _, _, _, held = real_peaks(lambda: f8.invalidate_weight_cache(call))
     assert report.weight_codes_bytes == held == report.forward.weight_codes == report.backward.weight_codes
     assert [each.parameter for each in report.weight_codes] == [
         f"module.{name}.weight" for name in ("gate", "up", "down")

@@ -17,6 +17,7 @@ __all__ = ["FUNCTIONS", "LAZY"]
 
 PACKAGE = __name__.partition(".")[0]
 LAZY = ("parallel", "export", "testing")
+RENAMED = {"renew_weight_codes": "invalidate_weight_cache"}
 FUNCTIONS = {"advise": "testing", "load_quantized": "export"}  # names of the package too, each with its module
 
 
@@ -26,6 +27,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{PACKAGE}.{name}")
     if name in FUNCTIONS:
         return getattr(importlib.import_module(f"{PACKAGE}.{FUNCTIONS[name]}"), name)
+    if name in RENAMED:
+        raise AttributeError(f"{PACKAGE}.{name} was renamed to {PACKAGE}.{RENAMED[name]}.")
     raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
 
 

@@ -28,15 +28,14 @@ from typing import Any
 from fp8compile._compat import constant_when_traced
 from fp8compile.quantizers import (
     CALL,
-    LIFETIME_ARGUMENTS,
     PASS,
     CurrentScaling,
     DelayedScaling,
     Quantizer,
     Recipe,
     TwoLevelScaling,
+    accept_lifetime_flags,
     entry_points,
-    replaced_arguments,
 )
 from fp8compile.quantizers.hadamard import SIGNS
 
@@ -97,7 +96,7 @@ def _of_blocks(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def tensorwise(
     *,
     format: str = "e4m3",
@@ -133,7 +132,7 @@ def tensorwise(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def rowwise(
     *,
     format: str = "e4m3",
@@ -169,7 +168,7 @@ def rowwise(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def rowwise_bf16_wgrad(
     *,
     format: str = "e4m3",
@@ -200,7 +199,7 @@ def rowwise_bf16_wgrad(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def blockwise(
     *,
     format: str = "e4m3",
@@ -236,7 +235,7 @@ def blockwise(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def blockwise_bf16_wgrad(
     *,
     format: str = "e4m3",
@@ -270,7 +269,7 @@ def blockwise_bf16_wgrad(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def mxfp8(
     *,
     format: str = "e4m3",
@@ -321,7 +320,7 @@ def mxfp8(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def nvfp4(
     *,
     weight_block: tuple[int, int] = NV_TILE,
@@ -401,7 +400,7 @@ def nvfp4(
     )
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def delayed(
     *,
     format: str = "e4m3",

@@ -58,8 +58,8 @@ def _check_dim(parameter: Any) -> None:
 
 def _writes(parameter: Any) -> tuple[int, ...]:
     local = parameter._sharded_local_tensor
-    edits = getattr(local, "edits", None)
-    return parameter.sharded_param._version, local._version, 0 if edits is None else edits.count
+    counter = getattr(local, "write_counter", None)
+    return parameter.sharded_param._version, local._version, 0 if counter is None else counter.count
 
 
 def _check_not_written(parameter: Any) -> None:

@@ -73,9 +73,9 @@ def _setting(gpu: str | None, *, interpret: bool) -> AbstractContextManager[None
     if gpu is None:
         return nullcontext()
     from fp8compile.testing.gpu.gpus import gpu_called
-    from fp8compile.testing.gpu.program.played import played_products
+    from fp8compile.testing.gpu.program.simulated import simulated_products
 
-    return played_products(gpu_called(gpu), interpret=interpret)
+    return simulated_products(gpu_called(gpu), interpret=interpret)
 
 
 def main(arguments: list[str] | None = None) -> int:

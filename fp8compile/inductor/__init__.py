@@ -1,6 +1,7 @@
 """Extensions of Inductor: lowerings, node marks for the partitioner, kernels that Inductor launches."""
 
 from fp8compile._compat import constant, once_a_graph
+from fp8compile.inductor.block_annotation import annotate_block, annotated_block
 from fp8compile.inductor.inlining import inlined, traced
 from fp8compile.inductor.is_fusible import (
     behind_reshapes,
@@ -11,7 +12,6 @@ from fp8compile.inductor.is_fusible import (
     leaves_of,
 )
 from fp8compile.inductor.launches import register_launch
-from fp8compile.inductor.noted_blocks import block_noted, noted_block
 from fp8compile.inductor.partitioner_marks import (
     is_left_in_backward,
     is_repeated_in_backward,
@@ -32,7 +32,7 @@ from fp8compile.inductor.registration import (
 __all__ = [
     "PARTITIONERS",
     "behind_reshapes",
-    "block_noted",
+    "annotate_block",
     "constant",
     "inlined",
     "is_fusible",
@@ -47,7 +47,7 @@ __all__ = [
     "make_in_backward",
     "min_cut_then",
     "never_recompute",
-    "noted_block",
+    "annotated_block",
     "once_a_graph",
     "recomputed",
     "register_decomposition",

@@ -11,7 +11,7 @@ from torch import nn
 from fp8compile.nn import convert
 from fp8compile.nn.convertible.assign_recipes import Recipes
 from fp8compile.parallel import fsdp_float8_all_gather
-from fp8compile.quantizers import PARAMETER, Recipe
+from fp8compile.quantizers import PARAMETER, Recipe, lifetime_of_flags
 
 __all__ = ["Conversion"]
 
@@ -39,7 +39,7 @@ class Conversion:
 
     def makes_parameters(self) -> bool:
         """Whether conversion creates FP8 parameters; False if a function chooses recipes, which is not called here."""
-        if (lifetime := self.options.get("weight_lifetime")) is not None:
+        if (lifetime := lifetime_of_flags(self.options).get("weight_lifetime")) is not None:
             return lifetime == PARAMETER
         recipes = self.recipe.values() if isinstance(self.recipe, Mapping) else (self.recipe,)
         return any(isinstance(each, Recipe) and each.weight_lifetime == PARAMETER for each in recipes)

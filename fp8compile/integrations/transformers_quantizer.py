@@ -64,7 +64,7 @@ class F8Config(QuantizationConfigMixin):
         share_outer_scale: Any = False,
         **others: Any,
     ) -> None:
-        if others.pop("quantized_parameters", False):
+        if others.pop("quantized_parameters", False):  # in files of earlier versions
             weight_lifetime = PARAMETER
         if others := {name: value for name, value in others.items() if (name, value) != ("quant_method", METHOD)}:
             given = ", ".join(f"{name}={value!r}" for name, value in others.items())

@@ -192,7 +192,7 @@ def _of_direction(prefix: str, quantizer: CurrentScaling | None, target: Target)
 def both_directions(
     x: Tensor, rows: CurrentScaling | None, columns: CurrentScaling, outputs: tuple[Tensor | None, ...]
 ) -> Launch:
-    """Return the launch of `both_kernel`, which writes ``outputs`` in the layouts of `fp8compile.ops.quantize_both`.
+    """Return the launch of `both_kernel`, which writes ``outputs`` in the layouts of `fp8compile.ops.cast_transpose`.
 
     Args:
         x: (M, K), or stacked matrices (E, M, K), contiguous, float32, bfloat16 or float16; no size is 0.

@@ -28,7 +28,7 @@ class NonFiniteError(FloatingPointError):
     """Raised by `fp8compile.Monitor` if an operand, or the loss, is NaN or infinite."""
 
 
-class Sent(NamedTuple):
+class PendingCounts(NamedTuple):
     """Counts of elements that are not finite, while they are copied to the host.
 
     Attributes:
@@ -57,7 +57,7 @@ class NonFinite:
         names = names_of_columns(totals)
         self._columns = [names.index(NUMEL), names.index("nonfinite")]
         self._totals = totals
-        self._sent: Sent | None = None
+        self._pending: PendingCounts | None = None
 
     def send(self, step: int, observers: Mapping[str, Observer], matrices: Mapping[str, int]) -> None:
         """Gather all ranks' counts of elements that are not finite, and start their copy to the host.
@@ -80,13 +80,13 @@ class NonFinite:
             dist.all_gather_into_tensor(gathered, counts)
             counts = gathered
         order = [*observers, *(name for name in matrices if name not in observers)]
-        self._sent = Sent(step, dict(matrices), order, *_to_host(counts))
+        self._pending = PendingCounts(step, dict(matrices), order, *_to_host(counts))
 
     def raise_found(self) -> None:
         """Raise a `NonFiniteError` if the counts that `send` gathered have an element that is not finite."""
-        if self._sent is None:
+        if self._pending is None:
             return
-        sent, self._sent = self._sent, None
+        sent, self._pending = self._pending, None
         if sent.arrived is not None:
             sent.arrived.synchronize()
         forward = [SLOTS.index(slot) for slot in FORWARD]

@@ -5,7 +5,7 @@ from fp8compile.nn.convert.calibrate import calibrate
 from fp8compile.nn.convert.convert import convert, revert
 from fp8compile.nn.convert.reset_delayed_scaling import reset_delayed_scaling
 from fp8compile.nn.convert.set_recipe import set_recipe
-from fp8compile.nn.layer.cached_weights import renew_weight_codes
+from fp8compile.nn.layer.cached_weights import invalidate_weight_cache
 from fp8compile.nn.layer.delayed_state import DelayedState
 from fp8compile.nn.layer.functional import linear
 from fp8compile.nn.layer.grouped_linear import grouped_linear, grouped_mm
@@ -30,7 +30,7 @@ __all__ = [
     "grouped_linear",
     "grouped_mm",
     "linear",
-    "renew_weight_codes",
+    "invalidate_weight_cache",
     "repeated_blocks",
     "reset_delayed_scaling",
     "revert",

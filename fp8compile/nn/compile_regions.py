@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from fp8compile import _compat
 from fp8compile.inductor import PARTITIONERS
 from fp8compile.nn.check_model import Model, check_model
-from fp8compile.nn.made_classes import MadeClass, made_class
+from fp8compile.nn.dynamic_classes import DynamicClass, dynamic_class
 
 if TYPE_CHECKING:
     from fp8compile.saved_tensors import SavedAsCodes
@@ -184,14 +184,14 @@ def _checked(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 # ---------------------------------------------------------------------------------- the class of a block
 
 
-class _Region(MadeClass, nn.Module):
+class _Region(DynamicClass, nn.Module):
     """Base of the classes that `_region_class` makes; a forward runs as a separately compiled region."""
 
 
 @cache
 def _region_class(plain: type[nn.Module], often: int) -> type[nn.Module]:
     forward, made_by = _as_region(plain.forward, often), (_region_class, plain, often)
-    return made_class(_Region, plain, made_by, forward=forward, __module__=plain.__module__)
+    return dynamic_class(_Region, plain, made_by, forward=forward, __module__=plain.__module__)
 
 
 def _as_region(forward: Callable[..., Any], often: int) -> Callable[..., Any]:

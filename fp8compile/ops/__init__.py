@@ -2,6 +2,7 @@
 
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
+from fp8compile.ops.cast_transpose import cast_transpose
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.exchange.dispatch import combine, dispatch
 from fp8compile.ops.exchange.exchange_rows import exchange_rows
@@ -13,9 +14,9 @@ from fp8compile.ops.gemms.scaled_mm import scaled_mm
 from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_cast_transpose import group_cast_transpose
 from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.group_quantize import group_quantize
-from fp8compile.ops.groups.group_quantize_both import group_quantize_both
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
 from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
@@ -23,7 +24,7 @@ from fp8compile.ops.inductor_hints import after, realize, snapshot, store, store
 from fp8compile.ops.layer.delayed_linear import delayed_linear
 from fp8compile.ops.layer.flop_formulas import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
-from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_amaxes_together, fsdp_tokens
+from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_amax_carriers, fsdp_amaxes_together
 from fp8compile.ops.layer.fsdp_gather_high_precision import fsdp_gather, fsdp_reduce
 from fp8compile.ops.layer.gemm_ops import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.layer.layer_ops import grad_input, grad_weight, linear
@@ -32,7 +33,6 @@ from fp8compile.ops.layer.make_weight_codes import weight_codes
 from fp8compile.ops.nvfp4_mm import nvfp4_mm
 from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales
-from fp8compile.ops.quantize_both import quantize_both
 from fp8compile.ops.quantize_two_levels import quantize_two_levels
 from fp8compile.ops.quantize_weight import quantize_weight
 from fp8compile.ops.registry import OPS, Op, decompositions, register_op
@@ -62,14 +62,14 @@ __all__ = [
     "fsdp_amaxes_together",
     "fsdp_gather",
     "fsdp_reduce",
-    "fsdp_tokens",
+    "fsdp_amax_carriers",
     "grad_input",
     "grad_weight",
     "group_amax",
     "group_cast",
     "group_outer_amaxes",
     "group_quantize",
-    "group_quantize_both",
+    "group_cast_transpose",
     "group_quantize_rows",
     "group_quantize_two_levels",
     "group_sum",
@@ -81,7 +81,7 @@ __all__ = [
     "nvfp4_mm",
     "outer_amax",
     "outer_amaxes",
-    "quantize_both",
+    "cast_transpose",
     "quantize_two_levels",
     "quantize_weight",
     "realize",

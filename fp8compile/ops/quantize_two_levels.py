@@ -1,6 +1,6 @@
 """fp8compile::quantize_two_levels: four-bit codes of a matrix along rows and columns, by one read.
 
-The NVFP4 version of `fp8compile.ops.quantize_both`. Outer amaxes are arguments, because they must be known before the
+The NVFP4 version of `fp8compile.ops.cast_transpose`. Outer amaxes are arguments, because they must be known before the
 first code is computed (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the layout that a GPU's GEMM reads.
 """
 

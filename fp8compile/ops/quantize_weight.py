@@ -18,7 +18,7 @@ from fp8compile._compat import OpOverload
 from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
-from fp8compile.ops.quantize_both import LARGEST_BLOCK
+from fp8compile.ops.cast_transpose import LARGEST_BLOCK
 from fp8compile.ops.registry import register_kernel_op
 from fp8compile.ops.scale import scale
 from fp8compile.quantizers import CurrentScaling, Quantizer

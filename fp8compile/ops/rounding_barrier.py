@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8compile.inductor import is_fusible, once_a_graph
 
-__all__ = ["made_of_kept", "rounded"]
+__all__ = ["optimization_barrier", "rounded"]
 
 
 def rounded(x: Tensor, *, apart: bool = False) -> Tensor:
@@ -32,7 +32,7 @@ def _rounded(x: Tensor, apart: bool) -> Tensor:
     return (bits ^ 0 if apart else bits | 0).view(x.dtype).float()
 
 
-def made_of_kept(x: Tensor) -> Tensor:
+def optimization_barrier(x: Tensor) -> Tensor:
     """Return ``x`` behind a barrier that changes no bits, for a call in the backward that reads ``x``.
 
     PyTorch's partitioner always saves what a call in the backward reads, even an activation that is a product of two

@@ -23,7 +23,7 @@ from fp8compile import ops
 from fp8compile._compat import local_itself
 from fp8compile.layout.cuts import DimSharding
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.nn.layer.placed_like import wrapped_like
+from fp8compile.nn.layer.redistribute_like import wrapped_like
 from fp8compile.ops.layer.quantize_over_ranks import positions
 from fp8compile.quantizers import CurrentScaling, RootScaling
 from fp8compile.quantizers.blocks import grid_shape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import is_dtensor, local_itself, muon_lr, orthogonalized, untraced
-from fp8compile.nn.layer.placed_like import placed_like, wrapped_like
+from fp8compile.nn.layer.redistribute_like import redistribute_like, wrapped_like
 from fp8compile.optim.compiled_step import Job, Rule
 from fp8compile.optim.moment_optimizer import AUTO, Backend, MomentOptimizer, check_number
 from fp8compile.optim.moments import CODES
@@ -163,6 +163,6 @@ class Muon(MomentOptimizer):
         whole: Any = wrapped_like(update, p)
         whole = whole.full_tensor() if is_dtensor(whole) else whole
         found = orthogonalized(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        part, local, lr = local_itself(placed_like(found, p)), local_itself(p), float(group["lr"])
+        part, local, lr = local_itself(redistribute_like(found, p)), local_itself(p), float(group["lr"])
         local.mul_(1 - lr * float(group["weight_decay"]))
         local.add_(part, alpha=-muon_lr(lr, group["adjust_lr_fn"], p.shape))

@@ -25,7 +25,7 @@ from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer import LAYER_OPS, delayed_scaling_state
 from fp8compile.ops.layer.delayed_linear import check_delayed, delayed_linear
-from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_tokens
+from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_amax_carriers
 from fp8compile.ops.layer.fsdp_gather_high_precision import reduced
 from fp8compile.ops.layer.fsdp_rows import Rows, placed_cuts
 from fp8compile.ops.layer.layer_args import LayerArgs, check_layer
@@ -228,13 +228,13 @@ def _reduced(grad_weight: DTensor, dtype: torch.dtype, rows: Rows) -> Tensor:
     return reduced(grad_weight.redistribute(placements=own).to_local(), dtype, rows).contiguous()
 
 
-def _fsdp_tokens(origin: DTensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> Sequence[Tensor]:
-    return fsdp_tokens(multiplier, amax_history, multiplier, recipe)  # the op never reads its first argument
+def _fsdp_amax_carriers(origin: DTensor, amax_history: Tensor, multiplier: Tensor, recipe: Recipe) -> Sequence[Tensor]:
+    return fsdp_amax_carriers(multiplier, amax_history, multiplier, recipe)  # the op never reads its first argument
 
 
 # by the name of an op; `fp8compile.monitor.on_dtensors` adds its ops
 HANDLERS: dict[str, Callable[..., Any]] = {
     **{op.name(): partial(_product, op, gemm) for op, gemm in LAYER_OPS.items()},
-    "fp8compile::fsdp_tokens": _fsdp_tokens,
+    "fp8compile::fsdp_amax_carriers": _fsdp_amax_carriers,
     "fp8compile::scatter_sum": _scatter_sum,
 }

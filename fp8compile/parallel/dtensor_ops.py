@@ -1,6 +1,6 @@
 """Run registered ops, of this and other libraries, on DTensors by their sharding rules.
 
-For each mesh dim, the `Split` (a way to shard arguments and results) that gathers the fewest bytes is chosen. A
+For each mesh dim, the `Split` (a strategy to shard arguments and results) that gathers the fewest bytes is chosen. A
 maximum over ranks is reduced at once, because gloo's reduction of ``Partial("max")`` would lose other ranks' NaN.
 """
 
@@ -39,7 +39,7 @@ def _units(cut: DimSharding, unit: int) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True)
-class Way:
+class ShardingStrategy:
     """How an op runs over the ranks of one mesh dim.
 
     ``cost`` is the number of gathered bytes; ``outputs`` says how results are sharded.
@@ -54,7 +54,7 @@ class Way:
     cost: int  # number of bytes that are gathered
 
 
-def _way(split: Split, parts: Sequence[Any], index: int, ranks: int) -> Way:
+def _strategy(split: Split, parts: Sequence[Any], index: int, ranks: int) -> ShardingStrategy:
     gathered, units, cost = set(), None, 0
     for place, (part, cut) in enumerate(zip(parts, split.inputs, strict=True)):
         has = None if part is None else part.cuts[index]
@@ -71,17 +71,19 @@ def _way(split: Split, parts: Sequence[Any], index: int, ranks: int) -> Way:
         place, cut = next((place, cut) for place, cut in enumerate(split.inputs) if cut is not None)
         shape = parts[place].whole_shape(index)
         units = chunk_sizes(-(-shape[cut.dim] // cut.unit), ranks)
-    return Way(split.inputs, split.outputs, frozenset(gathered), units or (), cost)
+    return ShardingStrategy(split.inputs, split.outputs, frozenset(gathered), units or (), cost)
 
 
-def _prepared(part: Plain, cut: Cut | None, way: Way, place: int, index: int, mesh: DeviceMesh) -> Plain:
-    if place in way.gathered:
+def _prepared(
+    part: Plain, cut: Cut | None, strategy: ShardingStrategy, place: int, index: int, mesh: DeviceMesh
+) -> Plain:
+    if place in strategy.gathered:
         part = gather(part, index)
     if cut is None or part.cuts[index] is not None:
         return part
     dim = cut.dim % part.local.ndim
     total, ends = part.whole_shape(index)[dim], [0]
-    for count in way.units:
+    for count in strategy.units:
         ends.append(min(ends[-1] + count * cut.unit, total))
     sizes = tuple(end - start for start, end in pairwise(ends))
     return narrow(part, index, DimSharding(mesh.get_group(index), mesh.get_local_rank(index), dim, sizes))
@@ -107,7 +109,7 @@ def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ..
         )
     mesh = check_one_mesh(op.name, {f"argument {place}": a for place, a in enumerate(args) if isinstance(a, Tensor)})
     parts = [part_of(op.name, a) if isinstance(a, DTensor) else None for a in args]
-    ways = []
+    strategies = []
     for index in range(mesh.ndim):
         shapes = [
             a if part is None else torch.empty(part.whole_shape(index), dtype=a.dtype, device="meta")
@@ -115,17 +117,19 @@ def dispatch_by_rule(op: Op, args: Sequence[Any]) -> DTensor | tuple[DTensor, ..
         ]
         everything = Split((None,) * len(args), (None,) * len(op.overload._schema.returns))
         splits = [everything, *op.sharding(*shapes)]
-        way = min((_way(split, parts, index, mesh.size(index)) for split in splits), key=lambda each: each.cost)
+        strategy = min(
+            (_strategy(split, parts, index, mesh.size(index)) for split in splits), key=lambda each: each.cost
+        )
         parts = [
-            None if part is None else _prepared(part, cut, way, place, index, mesh)
-            for place, (part, cut) in enumerate(zip(parts, way.wanted, strict=True))
+            None if part is None else _prepared(part, cut, strategy, place, index, mesh)
+            for place, (part, cut) in enumerate(zip(parts, strategy.wanted, strict=True))
         ]
-        ways.append(way)
+        strategies.append(strategy)
     local = op.overload(*(a if part is None else part.local for part, a in zip(parts, args, strict=True)))
     results = list(local) if isinstance(local, tuple) else [local]
     sizes = _whole_shapes(op, args)
     placed = tuple(
-        _placed(result, [way.outputs[number] for way in ways], mesh, sizes[number])
+        _placed(result, [strategy.outputs[number] for strategy in strategies], mesh, sizes[number])
         for number, result in enumerate(results)
     )
     return placed if isinstance(local, tuple) else placed[0]

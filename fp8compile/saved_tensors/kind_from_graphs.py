@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fp8compile._compat import is_unbacked, module_path, statically_true
-from fp8compile.inductor import noted_block
+from fp8compile.inductor import annotated_block
 from fp8compile.saved_tensors.graph_walks import (
     NEAR,
     functions_of,
@@ -80,7 +80,7 @@ def _nearest_block(start: fx.Node) -> tuple[int, int] | None:
             if user in seen or len(seen) > NEAR:
                 continue
             seen.add(user)
-            if (block := noted_block(user)) is not None:
+            if (block := annotated_block(user)) is not None:
                 return block
             if user.op == "placeholder" or is_pointwise(user) or name_of(user) in REDUCTIONS:
                 pending.append(user)

@@ -1,6 +1,6 @@
 """What FSDP2 gathers for a weight whose output and grad_input read different codes.
 
-The choices are the codes of one GEMM, the codes of both, or values. `PassInMemory` records which codes are in memory.
+The choices are the codes of one GEMM, the codes of both, or values. `BufferOwner` records which codes are in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fp8compile.quantizers import GEMMS, Gemm
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy", "PassInMemory"]
+__all__ = ["BOTH", "GATHERED", "OWN", "PLAIN", "GatherPolicy", "BufferOwner"]
 
 GATHERED = "gathered"  # attribute of a layer: text that says what FSDP2 gathers for its weight
 PAIR = OUTPUT, GRAD_INPUT = GEMMS[:2]
@@ -38,7 +38,7 @@ TOO_EARLY = (
 )
 
 
-class PassInMemory:
+class BufferOwner:
     """Records which GEMM reads the codes that FSDP2 gathered last.
 
     ``gemm`` is the GEMM's name; None before the first gather and while tracing.
@@ -78,7 +78,7 @@ class GatherPolicy:
     for_both: str
     checkpointed: bool
     kind: str | None = None
-    in_memory: PassInMemory = field(default_factory=PassInMemory)
+    in_memory: BufferOwner = field(default_factory=BufferOwner)
     name: str = "weight"
     _parameter: _compat.FsdpParameter | None = None
 

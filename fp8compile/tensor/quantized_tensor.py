@@ -25,7 +25,7 @@ from fp8compile.ops.layer.quantize_over_ranks import dequantized
 from fp8compile.quantizers import GEMMS, Gemm, Quantizer
 from fp8compile.tensor.check_arguments import own_sizes, shown
 from fp8compile.tensor.check_sizes_over_ranks import check_agreement
-from fp8compile.tensor.fsdp2_gather_policy import PassInMemory
+from fp8compile.tensor.fsdp2_gather_policy import BufferOwner
 from fp8compile.tensor.refused_operators import refuse_operators
 
 __all__ = ["HANDLERS", "LAYERS", "VIEWS", "QuantizedTensor", "cuts_blocks", "has_codes", "no_meaning"]
@@ -123,7 +123,7 @@ class QuantizedTensor(Tensor):
     shard_dim: int | None
     sizes: tuple[int, ...] | None
     batch: int
-    in_memory: PassInMemory | None
+    in_memory: BufferOwner | None
     scales_of_whole: tuple[tuple[bool, bool], ...] = ((False, False),) * 2  # `has_scales_of_whole` of each set
     instead_of_cutting: str = "call .dequantize() first."
     ends_in_padding = False  # whether a view may end within a block because only padding follows
@@ -166,7 +166,7 @@ class QuantizedTensor(Tensor):
         *,
         batch: int = 0,
         second: Quantized | None = None,
-        in_memory: PassInMemory | None = None,
+        in_memory: BufferOwner | None = None,
     ) -> None:
         if quantizer.has_outer_scale() != (outer_scale is not None):
             raise TypeError(
@@ -297,7 +297,7 @@ class QuantizedTensor(Tensor):
             for quantizer, end in zip(quantizers, ENDS, strict=False)
         ]
         shard = {} if identity is None else {"group": inner["group"], "shard_dim": identity[3], "sizes": identity[4]}
-        return cls.of_sets(sets, dtype, batch=batch, in_memory=PassInMemory() if shares_memory else None, **shard)
+        return cls.of_sets(sets, dtype, batch=batch, in_memory=BufferOwner() if shares_memory else None, **shard)
 
     @staticmethod
     def __tensor_unflatten__(

@@ -13,7 +13,7 @@ import fp8compile as f8
 from fp8compile.kernels.both_directions import both_directions
 from fp8compile.kernels.group_quantize_rows import rows_of_groups
 from fp8compile.kernels.quantize_weight import square_blocks
-from fp8compile.ops.quantize_both import empty_outputs, two_casts
+from fp8compile.ops.cast_transpose import empty_outputs, two_casts
 from fp8compile.ops.quantize_weight import step_by_step
 
 RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")

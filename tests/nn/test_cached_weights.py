@@ -175,7 +175,7 @@ def test_a_layer_in_the_graph_is_given_codes_unless_they_are_stale():
     with torch.no_grad():
         model[0].up.weight.mul_(0.5)
     assert sorted(layers_of_a_graph(model)) == [False, True, True, True]
-    f8.renew_weight_codes(model)
+    f8.invalidate_weight_cache(model)
     assert layers_of_a_graph(model) == [True] * 4
 
 
@@ -198,7 +198,7 @@ def test_what_no_version_counts_is_seen_after_a_step_or_if_one_says_so(way):
         for p in model.parameters():
             p.data.mul_(1.5)
         if cached:
-            f8.renew_weight_codes(model)
+            f8.invalidate_weight_cache(model)
         assert [p._version for p in model.parameters()] == versions
         found.append([*one, *two, *micro_batch(call, 0)])
     assert same(*found)
@@ -413,9 +413,9 @@ def test_what_keeps_no_codes_raises_by_name():
 
 def test_renewing_codes_of_a_model_without_any_raises():
     with pytest.raises(ValueError, match="no layer of the model has weight_lifetime='step'"):
-        f8.renew_weight_codes(model_of(cached=False))
-    with pytest.raises(TypeError, match="renew_weight_codes: `model` is a dict"):
-        f8.renew_weight_codes({})
+        f8.invalidate_weight_cache(model_of(cached=False))
+    with pytest.raises(TypeError, match="invalidate_weight_cache: `model` is a dict"):
+        f8.invalidate_weight_cache({})
 
 
 def plain_recipe(model):

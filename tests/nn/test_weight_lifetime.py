@@ -85,17 +85,26 @@ def test_fp8_parameters_share_no_global_scale_whoever_asks_for_them():
 
 
 @pytest.mark.parametrize(
-    ("call", "instead"),
+    ("call", "flag", "lifetime"),
     [
-        (lambda: model_of(f8.recipes.rowwise(), quantized_parameters=True), "parameter"),
-        (lambda: f8.recipes.rowwise(cache_weights=True), "step"),
-        (lambda: f8.recipes.by_name("nvfp4", cache_weights=True), "step"),
-        (lambda: f8.recipes.by_name("delayed(keep_weight_codes=True)"), "pass"),
+        (
+            lambda: model_of(f8.recipes.rowwise(), quantized_parameters=True)[0].recipe,
+            "quantized_parameters",
+            "parameter",
+        ),
+        (lambda: f8.recipes.rowwise(cache_weights=True), "cache_weights", "step"),
+        (lambda: f8.recipes.by_name("nvfp4", cache_weights=True), "cache_weights", "step"),
+        (lambda: f8.recipes.by_name("delayed(keep_weight_codes=False)"), "keep_weight_codes", "call"),
     ],
 )
-def test_arguments_of_earlier_versions_raise_with_the_new_spelling(call, instead):
-    with pytest.raises(TypeError, match=rf"was replaced\. Pass weight_lifetime='{instead}' instead of"):
-        call()
+def test_flags_of_earlier_versions_warn_with_the_new_spelling(call, flag, lifetime):
+    with pytest.warns(FutureWarning, match=rf"`{flag}` was replaced.* weight_lifetime='{lifetime}'"):
+        assert call().weight_lifetime == lifetime
+
+
+def test_a_function_of_earlier_versions_raises_with_its_new_name():
+    with pytest.raises(AttributeError, match=r"renamed to fp8compile\.invalidate_weight_cache"):
+        f8.renew_weight_codes  # noqa: B018
 
 
 def test_values_that_are_none_of_the_four_raise():

@@ -1,4 +1,4 @@
-"""fp8compile::quantize_both and quantize_weight: their Triton kernels are their PyTorch twins, bit for bit."""
+"""fp8compile::cast_transpose and quantize_weight: their Triton kernels are their PyTorch twins, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fp8compile as f8
-from fp8compile.ops import quantize_both
+from fp8compile.ops import cast_transpose
+from fp8compile.ops.cast_transpose import is_pair
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT
 from fp8compile.ops.layer.output_and_gradients import for_gradients_of
-from fp8compile.ops.quantize_both import is_pair
 from fp8compile.target import pretend_target
 
 ROWS, COLUMNS = f8.CurrentScaling(block=(1, 128)), f8.CurrentScaling(block=(128, 1))
@@ -46,7 +46,7 @@ def test_the_kernels_are_their_twins_bit_for_bit_and_make_the_golden_vectors(arc
 
 def test_the_op_is_two_casts_in_the_layouts_of_the_gemms(assert_bits_equal):
     x = torch.randn(200, 300)
-    codes, scale, column_codes, column_scale = quantize_both(x, ROWS, COLUMNS)
+    codes, scale, column_codes, column_scale = cast_transpose(x, ROWS, COLUMNS)
     rows, columns = f8.quantize(x, ROWS), f8.quantize(x, COLUMNS)
     assert_bits_equal(codes, rows.codes, "codes")
     assert_bits_equal(scale.contiguous(), rows.scale, "scale")

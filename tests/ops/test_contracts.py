@@ -109,10 +109,10 @@ OTHERS = (
     "add_pieces",
     "weight_codes",
 )
-TOKENS = ("fsdp_tokens", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
+TOKENS = ("fsdp_amax_carriers", "fsdp_amaxes_together", "counted")  # of one rank, whose tokens they are
 # where rows of groups are cut is data
 GROUPS = (
-    *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_quantize_both", "group_quantize_rows"),
+    *("routed_rows", "group_amax", "group_cast", "group_quantize", "group_cast_transpose", "group_quantize_rows"),
     *("group_two_levels", "group_outer_amaxes", "group_quantize_two_levels", "grouped_nvfp4_mm"),
     *("grouped_blockwise_mm", "scaled_grouped_mm", "grouped_mm", "group_sum", "checked_offsets"),
     *("dispatch", "combine", "exchange_rows"),  # of one rank, too

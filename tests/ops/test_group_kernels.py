@@ -10,8 +10,8 @@ import fp8compile as f8
 from fp8compile.ops import (
     group_amax,
     group_cast,
+    group_cast_transpose,
     group_quantize,
-    group_quantize_both,
     group_quantize_rows,
     grouped_blockwise_mm,
 )
@@ -76,9 +76,9 @@ def test_codes_of_both_directions_are_their_twins(groups, assert_bits_equal):
             for block, rule, format in zip(((1, n), (n, 1)), (RULES[number], RULES[number - 1]), formats, strict=True)
         )
         x = laid_out(groups.tokens(COLUMNS, DTYPES[number % 3]), number)
-        expected = group_quantize_both(x, groups.offsets(), rows, columns)
+        expected = group_cast_transpose(x, groups.offsets(), rows, columns)
         with on_a_gpu(("forwards", "shuffled")[number % 2]):
-            found = group_quantize_both(x, groups.offsets(), rows, columns)
+            found = group_cast_transpose(x, groups.offsets(), rows, columns)
         alone = f8.quantize(x, rows)
         for name, got, wanted in zip(("codes", "scale", "codes", "scale"), found, expected, strict=True):
             assert_bits_equal(got, wanted, f"{name}, {rows} {columns}")
@@ -137,7 +137,7 @@ def test_offsets_that_are_no_ends_of_groups_reach_no_other_memory(ends):
         multiplier = column.multiplier(group_amax(x, offsets, column))
         group_cast(x, offsets, multiplier, column)
         group_quantize_rows(x, offsets, f8.CurrentScaling(block=(1, -1)), column)
-        codes, scale, *transposed = group_quantize_both(x, offsets, line, pillar)
+        codes, scale, *transposed = group_cast_transpose(x, offsets, line, pillar)
         matrices = codes.new_zeros(3, 24, 40), torch.ones(3, 1, 1)
         rest = offsets, "e4m3", "e4m3", torch.bfloat16
         grouped_blockwise_mm(codes, matrices[0], scale, matrices[1], *rest)
@@ -169,7 +169,7 @@ def test_a_gpus_program_runs_the_kernels(groups, arch):
     def quantized(x, offsets):
         x = x.relu()
         multiplier, scale = torch.ops.fp8compile.scale(group_amax(x, offsets, column), column)
-        both = group_quantize_both(x, offsets, line, pillar)
+        both = group_cast_transpose(x, offsets, line, pillar)
         return group_cast(x, offsets, multiplier, column), scale, *group_quantize(x, offsets, pillar), *both
 
     x = groups.tokens(32, torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 from token_groups import GROUPS, Groups
 
 import fp8compile as f8
-from fp8compile.ops import group_amax, group_cast, group_quantize, group_quantize_both, group_quantize_rows
+from fp8compile.ops import group_amax, group_cast, group_cast_transpose, group_quantize, group_quantize_rows
 from fp8compile.ops.groups.padding import alignment, padded_length, row_of_columns
 from fp8compile.target import Target, pretend_target
 
@@ -93,8 +93,8 @@ def test_what_has_no_kernel_raises_on_a_gpu_and_says_what_has():
             group_cast(x, offsets, torch.ones(2, 1), f8.CurrentScaling(block=(-1, 8)))
         with pytest.raises(ValueError, match=r"group_quantize: .*\(48, 1\).*n divides 128.*high precision"):
             group_quantize(x, offsets, f8.CurrentScaling(block=(48, 1)))
-        with pytest.raises(ValueError, match=r"group_quantize_both: .*\(1, -1\).*blocks \(1, n\).*with two calls"):
-            group_quantize_both(x, offsets, f8.CurrentScaling(block=(1, -1)), PER_BLOCK[1])
+        with pytest.raises(ValueError, match=r"group_cast_transpose: .*\(1, -1\).*blocks \(1, n\).*with two calls"):
+            group_cast_transpose(x, offsets, f8.CurrentScaling(block=(1, -1)), PER_BLOCK[1])
         with pytest.raises(
             ValueError,
             match=r"group_quantize_rows: .*x has 16 columns; .*\(1, -1\) and \(-1, "

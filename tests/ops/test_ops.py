@@ -24,7 +24,7 @@ from fp8compile.ops.layer.operands import STEPS, Phase
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
-FSDP = ("fsdp_amaxes_together", "fsdp_gather", "fsdp_tokens")
+FSDP = ("fsdp_amaxes_together", "fsdp_gather", "fsdp_amax_carriers")
 STRAIGHT = ("straight_through", "with_product_gradient")
 differentiable = tuple(
     f"fp8compile::{op}"
@@ -43,7 +43,7 @@ KEEP_STRIDES = (
 )  # elementwise
 # as GEMMs read it
 LAID_OUT = (
-    "fp8compile::quantize_both", "fp8compile::quantize_two_levels", "fp8compile::group_quantize_both",
+    "fp8compile::cast_transpose", "fp8compile::quantize_two_levels", "fp8compile::group_cast_transpose",
     "fp8compile::quantize_columns",
 )  # fmt: skip
 OURS = sorted(name for name in OPS if name.startswith(NAMESPACE))

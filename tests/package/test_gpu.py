@@ -17,16 +17,16 @@ from token_groups import GROUPS
 
 import fp8compile as f8
 from fp8compile.ops import (
+    cast_transpose,
     group_amax,
     group_cast,
+    group_cast_transpose,
     group_quantize,
-    group_quantize_both,
     group_quantize_rows,
-    quantize_both,
 )
+from fp8compile.ops.cast_transpose import two_casts
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.layer.recipe_support import recipe_support
-from fp8compile.ops.quantize_both import two_casts
 from fp8compile.quantizers import GEMMS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -178,7 +178,7 @@ def test_codes_of_both_directions_are_those_of_two_casts(device, n, assert_bits_
         every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(-1, 128)
         shapes = TRANSPOSED_SHAPES[device]
         for x in (every, edges(torch.float32, "cpu"), *(torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)):
-            found, expected = quantize_both(x.to(device), rows, columns), two_casts(x, rows, columns)
+            found, expected = cast_transpose(x.to(device), rows, columns), two_casts(x, rows, columns)
             for name, actual, wanted in zip(("codes", "scales") * 2, found, expected, strict=True):
                 assert_bits_equal(actual.cpu().contiguous(), wanted.contiguous(), f"{name} of {tuple(x.shape)}")
 
@@ -193,7 +193,7 @@ def quantized_groups(x, offsets):
         yield group_cast(x, offsets, quantizer.multiplier(multiplied), quantizer)
     for quantizer in (pillar, small):
         yield from group_quantize(x, offsets, quantizer)
-    yield from group_quantize_both(x, offsets, tall, pillar)
+    yield from group_cast_transpose(x, offsets, tall, pillar)
     yield from group_quantize_rows(x, offsets, line, column)
     recipe = f8.recipes.nvfp4()
     pair = recipe.grad_output, recipe.grad_output_for_grad_weight
@@ -217,7 +217,7 @@ def test_kernels_that_compute_their_input_give_the_bits_of_those_that_read_it(de
 
     def cast(x, other, offsets):
         doubled, larger = x.abs() * 2, torch.where(x > other, x, other)
-        both = group_quantize_both(doubled, offsets, tall, pillar)
+        both = group_cast_transpose(doubled, offsets, tall, pillar)
         return *both, *group_quantize_rows(larger, offsets, line, column), larger + 0
 
     x, offsets = GROUPS[0].tokens(256, torch.bfloat16).to(device), GROUPS[0].offsets().to(device)

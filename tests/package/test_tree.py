@@ -26,7 +26,7 @@ TASKS = {
     "add a low-rank product to converted experts": "nn/experts/adapters.py::add_to_product",
     "fix the state of delayed scaling that a layer keeps": "nn/layer/delayed_state.py::DelayedState",
     "change how the backward writes an amax history": "ops/layer/delayed_scaling_state.py::update_state",
-    "renew a cached weight's codes at another time": "nn/layer/cached_weights.py::renew_weight_codes",
+    "renew a cached weight's codes at another time": "nn/layer/cached_weights.py::invalidate_weight_cache",
     "share NVFP4's outer scale among q, k and v": "nn/weights/share_outer_scale.py::share_scales",
     "write another entry into Monitor's JSON lines": "monitor/monitor.py::Monitor.write",
     "add a statistic of a cast": "monitor/definitions.py::STATISTICS",

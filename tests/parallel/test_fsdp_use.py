@@ -179,12 +179,12 @@ def test_a_changed_weight_gets_new_scales(ranks, name):
 def writes_counted_by_a_send():
     """How many writes rank 0 counts while it sends a shard to rank 1, which has nothing to count."""
     local = pair_of().blocks[0].inner["gate"].weight.to_local()
-    before = local.edits.count
+    before = local.write_counter.count
     if rank() == 0:
         dist.send(local.contiguous(), group=GROUPS["pair"], group_dst=1)
     else:
         dist.recv(torch.empty(101, local.shape[1], dtype=local.dtype), group=GROUPS["pair"], group_src=0)
-    return local.edits.count - before
+    return local.write_counter.count - before
 
 
 def test_a_shard_that_one_rank_sends_is_not_written_to_so_no_rank_waits_for_amaxes(ranks):

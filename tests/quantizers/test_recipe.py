@@ -255,8 +255,6 @@ def test_delayed_scaling_keeps_codes_of_weights_unless_told_otherwise():
     assert not f8.recipes.tensorwise().keeps_weight_for_backward()
     with pytest.raises(ValueError, match="Recipe: `weight_lifetime` is 1; it must be 'call', 'pass', 'step', 'param"):
         f8.recipes.delayed(weight_lifetime=1)
-    with pytest.raises(TypeError, match=r"delayed: `keep_weight_codes` was replaced\. Pass weight_lifetime='pass'"):
-        f8.recipes.delayed(keep_weight_codes=True)
 
 
 @pytest.mark.parametrize("recipe", [None, "rowwise", []])

@@ -41,7 +41,7 @@ from fp8compile.nn.weights.quantize_weights import (
     quantize_weights,
 )
 from fp8compile.nn.weights.share_outer_scale import Groups, scale_groups, share_scales
-from fp8compile.quantizers import LIFETIME_ARGUMENTS, Recipe, replaced_arguments
+from fp8compile.quantizers import Recipe, accept_lifetime_flags
 
 __all__ = ["convert", "revert"]
 
@@ -162,7 +162,7 @@ def _groups(
     return found
 
 
-@replaced_arguments(**LIFETIME_ARGUMENTS)
+@accept_lifetime_flags
 def convert(
     model: Model,
     recipe: Recipes,

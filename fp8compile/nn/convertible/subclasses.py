@@ -6,8 +6,8 @@ from functools import cache
 
 from torch import nn
 
+from fp8compile.nn.dynamic_classes import DynamicClass, dynamic_class
 from fp8compile.nn.layer.linear import Linear
-from fp8compile.nn.made_classes import MadeClass, made_class
 
 __all__ = ["float8_class", "names_taken"]
 
@@ -15,7 +15,7 @@ __all__ = ["float8_class", "names_taken"]
 OWN_NAMES = frozenset(vars(Linear)) - frozenset(dir(nn.Linear)) - {"__annotations__", "__prepare_scriptable__"}
 
 
-class _ConvertedSubclass(MadeClass, Linear):
+class _ConvertedSubclass(DynamicClass, Linear):
     """Base of the FP8 classes that `float8_class` makes for users' subclasses of ``nn.Linear``."""
 
 
@@ -27,7 +27,7 @@ def float8_class(plain: type[nn.Linear]) -> type[Linear]:
     """
     if plain is nn.Linear:
         return Linear
-    return made_class(_ConvertedSubclass, plain, (float8_class, plain), _plain=plain)
+    return dynamic_class(_ConvertedSubclass, plain, (float8_class, plain), _plain=plain)
 
 
 def names_taken(module: nn.Linear) -> list[str]:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
+from fp8compile.nn.dynamic_classes import DynamicClass, dynamic_class
 from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.known_modules import (
     holds_no_stacks,
@@ -25,7 +26,6 @@ from fp8compile.nn.experts.spread_over_ranks import DispatchOptions
 from fp8compile.nn.layer.codes_in_state import CodesInState
 from fp8compile.nn.layer.layer_registry import CONVERTED
 from fp8compile.nn.layer.warn_if_not_sharded import warn_if_not_sharded
-from fp8compile.nn.made_classes import MadeClass, made_class
 from fp8compile.ops.layer.check_recipe_of_groups import check_recipe_of_groups
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import SOURCE_DTYPES, has_codes, not_dense
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-class ConvertedModule(CodesInState, MadeClass):
+class ConvertedModule(CodesInState, DynamicClass):
     """Mixin of converted modules of other libraries.
 
     The class of a converted module derives from this mixin and from its original class. Parameters and the state dict
@@ -148,7 +148,7 @@ def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
     """Make the FP8 class of ``plain``: a subclass that multiplies with the FP8 method of ``host``."""
     base = ConvertedLinearLike if host.is_linear else ConvertedExperts
     methods = {host.method: _multiplying(host.replacement)}
-    return made_class(base, plain, (hosted_class, plain), _plain_class=plain, _host=host, **methods)
+    return dynamic_class(base, plain, (hosted_class, plain), _plain_class=plain, _host=host, **methods)
 
 
 experts_class = hosted_class  # older pickles have this name

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
     Module = object
 
-__all__ = ["CACHES", "KeepsCodes", "check_caches", "renew_weight_codes", "why_not_cached"]
+__all__ = ["CACHES", "KeepsCodes", "check_caches", "invalidate_weight_cache", "why_not_cached"]
 
 CACHES = f"weight_lifetime={STEP!r}"
 OTHERWISE = f"Use weight_lifetime={CALL!r} for this layer."
@@ -222,7 +222,7 @@ def _are_read(weight: Tensor, codes: Any, recipe: Recipe, dtype: torch.dtype, is
     return codes.holds() and codes.fits(recipe, dtype, is_turned=is_turned)
 
 
-def renew_weight_codes(model: Model) -> Model:
+def invalidate_weight_cache(model: Model) -> Model:
     """Requantize the weights of all layers with ``weight_lifetime="step"``, and replace the cached weights.
 
     Call this after you write to weights in a way that bypasses both PyTorch's version counters and ``optimizer.step``,
@@ -239,11 +239,11 @@ def renew_weight_codes(model: Model) -> Model:
         TypeError: The model is not a module.
         ValueError: No layer of the model has ``weight_lifetime="step"``.
     """
-    check_model("renew_weight_codes", model)
+    check_model("invalidate_weight_cache", model)
     layers: list[Any] = [each for each in model.modules() if each in CONVERTED and each._caches_weights]
     if not layers:
         raise ValueError(
-            f"renew_weight_codes: no layer of the model has {CACHES}. Call fp8compile.convert(model, recipe, "
+            f"invalidate_weight_cache: no layer of the model has {CACHES}. Call fp8compile.convert(model, recipe, "
             f"{CACHES})."
         )
     for layer in layers:

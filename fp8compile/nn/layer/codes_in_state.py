@@ -21,7 +21,7 @@ from fp8compile.layout.shapes import codes_shape, scale_shape
 from fp8compile.nn.layer.cached_weights import KeepsCodes
 from fp8compile.nn.layer.layer_registry import CONVERTED, FORWARD_DTYPES, USES
 from fp8compile.nn.layer.observed_module import Observed
-from fp8compile.nn.layer.placed_like import placed_like
+from fp8compile.nn.layer.redistribute_like import redistribute_like
 from fp8compile.nn.layer.tensor_parallel_weights import placements_of_outer_scale, placements_of_scale
 from fp8compile.quantizers import Quantizer
 from fp8compile.recipes import describe
@@ -224,7 +224,7 @@ def _take(name: str, weight: Tensor, state_dict: Mapping[str, Any], prefix: str)
             )
     with torch.no_grad():
         for key, own in found.items():
-            own.copy_(placed_like(state_dict[prefix + key], own))
+            own.copy_(redistribute_like(state_dict[prefix + key], own))
     count_write(weight)
     local = local_itself(weight)
     local.written = True

@@ -19,7 +19,7 @@ from fp8compile.nn.layer.delayed_state import DelayedState, RowOfWeight, check_a
 from fp8compile.nn.layer.forward_dtype import note_forward_dtype
 from fp8compile.nn.layer.functional import check_recipe, linear
 from fp8compile.nn.layer.layer_registry import CONVERTED
-from fp8compile.nn.layer.placed_like import on_all_ranks_of
+from fp8compile.nn.layer.redistribute_like import on_all_ranks_of
 from fp8compile.nn.layer.shared_outer_amax import shared_outer_amax
 from fp8compile.nn.layer.warn_if_not_sharded import MARK, warn_if_not_sharded
 from fp8compile.quantizers import CALL, PARAMETER, DelayedScaling, Quantizer, Recipe

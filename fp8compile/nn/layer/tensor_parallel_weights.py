@@ -17,7 +17,7 @@ from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, chunk_sizes, split_axes
 from fp8compile.layout.four_bit_packing import two_a_byte
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
-from fp8compile.nn.layer.placed_like import wrapped_like
+from fp8compile.nn.layer.redistribute_like import wrapped_like
 from fp8compile.ops.layer.quantize_over_ranks import quantize_part
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import (

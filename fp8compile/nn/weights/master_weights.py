@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8compile._compat import is_dtensor, load_hooks_apart, local_itself, set_local_itself, untraced
-from fp8compile.nn.layer.placed_like import wrapped_like
+from fp8compile.nn.layer.redistribute_like import wrapped_like
 from fp8compile.quantizers import CurrentScaling, Quantizer, TwoLevelScaling
 from fp8compile.tensor import (
     SOURCE_DTYPES,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fp8compile.ops.cast_transpose import LARGEST_BLOCK
 from fp8compile.ops.groups.padding import alignment
-from fp8compile.ops.quantize_both import LARGEST_BLOCK
 from fp8compile.quantizers import CurrentScaling, Quantizer
 
 __all__ = ["check_has_kernel", "has_block_kernel", "has_group_kernel"]

@@ -36,7 +36,7 @@ __all__ = ["check_delayed", "delayed_linear"]
 
 def check_delayed(x: Tensor, history: Tensor | None, multiplier: Tensor, recipe: Recipe) -> None:
     """Raise a ValueError if the state of delayed scaling does not fit the recipe or the device of ``x``."""
-    if history is not None:  # under FSDP, the op `fsdp_tokens` has checked the state
+    if history is not None:  # under FSDP, the op `fsdp_amax_carriers` has checked the state
         check_state(x, history, multiplier, recipe)
 
 

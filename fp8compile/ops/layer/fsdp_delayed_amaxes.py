@@ -1,6 +1,6 @@
-"""fp8compile::fsdp_tokens and fsdp_amaxes_together: carry amaxes to the state of delayed scaling.
+"""fp8compile::fsdp_amax_carriers and fsdp_amaxes_together: carry amaxes to the state of delayed scaling.
 
-    forward     fsdp_tokens -----------> fsdp_amaxes_together ----------> delayed_linear ------> y
+    forward     fsdp_amax_carriers -----------> fsdp_amaxes_together ----------> delayed_linear ------> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
 A token is a tensor of zeros that nothing reads. Its gradient carries amaxes, which autograd collects from all layers
@@ -25,7 +25,7 @@ from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 from fp8compile.quantizers.constant import Constant
 
-__all__ = ["AmaxGroups", "fsdp_amaxes_together", "fsdp_tokens"]
+__all__ = ["AmaxGroups", "fsdp_amaxes_together", "fsdp_amax_carriers"]
 
 # ---------------------------------------------------------------------------------- tokens, and the state
 
@@ -53,8 +53,8 @@ def _tokens_samples() -> Iterator[tuple[Any, ...]]:
             yield x, amax_history, multiplier, recipe
 
 
-fsdp_tokens: OpOverload = register_op(
-    "fp8compile::fsdp_tokens",
+fsdp_amax_carriers: OpOverload = register_op(
+    "fp8compile::fsdp_amax_carriers",
     _tokens_kernel,
     fake=_tokens_kernel,
     setup_context=_tokens_setup_context,

@@ -4,7 +4,7 @@
     weight                               codes for the output, amaxes for grad_input's cast   `quantize_weight`
     stacked weights, square blocks       codes for the output, amaxes for grad_input's cast   `quantize_weight`
     stacked weights, rows and columns    codes for the output, amaxes for grad_input's cast   `group_quantize_rows`
-    grad_output, FP8                     codes along rows and codes along tokens              `quantize_both`
+    grad_output, FP8                     codes along rows and codes along tokens              `cast_transpose`
     weight, blocks along columns         codes for grad_input, in the backward                `quantize_columns`
     grad_output or x, four bits          codes along rows and codes along tokens              `quantize_two_levels`
 
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from fp8compile import _compat, inductor
 from fp8compile.layout.quantized import Plain, Quantized
+from fp8compile.ops.cast_transpose import cast_transpose, is_pair
 from fp8compile.ops.groups.group_quantize_rows import QUANTIZE_ROWS, is_row_pair
 from fp8compile.ops.layer.quantize_over_ranks import Steps, is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
-from fp8compile.ops.quantize_both import is_pair, quantize_both
 from fp8compile.ops.quantize_columns import is_along_columns, quantize_columns
 from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight
@@ -35,14 +35,14 @@ from fp8compile.quantizers import GEMMS, Quantizer, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.quantizers.hadamard import GROUP
 
-__all__ = ["ALONG_ROWS", "ALONG_TOKENS", "by_one_read"]
+__all__ = ["ALONG_ROWS", "ALONG_TOKENS", "quantize_in_one_read"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # slot along rows -> slot along tokens
 ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
-def by_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
+def quantize_in_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
     """Quantize ``part`` for the recipe's field ``slot``, if possible by a kernel that reads it once for two GEMMs.
 
     If no kernel fits, ``steps`` quantize it.
@@ -131,11 +131,11 @@ def _has_grad_kernel(grad_output: Plain, rows: Any, columns: Any) -> bool:
     )
 
 
-_quantize_both = inductor.once_a_graph(quantize_both)
+_cast_transpose = inductor.once_a_graph(cast_transpose)
 
 
 def _both_directions(part: Plain, rows: Quantizer, columns: Quantizer) -> tuple[Quantized, Quantized]:
-    codes, scale, column_codes, column_scale = _quantize_both(as_matrix(part.local), rows, columns)
+    codes, scale, column_codes, column_scale = _cast_transpose(as_matrix(part.local), rows, columns)
     found = (codes, scale, rows), (column_codes, column_scale, columns)
     shape = part.local.shape
     first, second = (

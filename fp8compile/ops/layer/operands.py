@@ -32,7 +32,7 @@ from fp8compile.ops.inductor_hints import after, store
 from fp8compile.ops.layer.fsdp_gather_high_precision import gathered
 from fp8compile.ops.layer.fsdp_rows import Rows, rows_cut
 from fp8compile.ops.layer.gather_operands import gather
-from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, by_one_read
+from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, quantize_in_one_read
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
 from fp8compile.ops.layer.quantize_over_ranks import (
     OPS_OF_STEPS,
@@ -44,7 +44,7 @@ from fp8compile.ops.layer.quantize_over_ranks import (
     is_cut_within,
     quantize_part,
 )
-from fp8compile.ops.rounding_barrier import made_of_kept
+from fp8compile.ops.rounding_barrier import optimization_barrier
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.target import target_of
 
@@ -149,7 +149,7 @@ class Operands:
             read: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
             if self.phase is Phase.EAGER:
                 return self._quantized(part, read, slot)
-            with inductor.block_noted(self._block_in_kernels(part, read)):
+            with inductor.annotate_block(self._block_in_kernels(part, read)):
                 return self._quantized(part, read, slot)
         return self.weight if self.weight is not None else self._of_weight(part, slot)
 
@@ -203,7 +203,7 @@ class Operands:
         if self.recipe.is_dequantized(slot):
             return dequantized(self.of(part, slot), dtype)
         if slot == GRAD_WEIGHT.b and self.phase is Phase.BACKWARD:
-            return replace(part, local=made_of_kept(part.local))
+            return replace(part, local=optimization_barrier(part.local))
         if self.fsdp_shards is None or slot not in WEIGHT_SLOTS:
             return part
         return replace(part, local=gathered(part.local, self.fsdp_shards, in_backward=slot == GRAD_INPUT.b))
@@ -263,7 +263,7 @@ class Operands:
             if self.phase is Phase.FORWARD:
                 return _codes_of_stack(part.local, part.layout, quantizer)
         elif self._reads_once(part) and self._shares_read(slot):
-            return by_one_read(part, slot, self.recipe, self._steps(part, slot))
+            return quantize_in_one_read(part, slot, self.recipe, self._steps(part, slot))
         steps = self._steps(part, slot)
         if not part.cuts and not part.layout.batch:
             return steps.quantize(part, quantizer)

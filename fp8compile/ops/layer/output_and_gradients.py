@@ -20,13 +20,13 @@ from torch import Tensor
 
 from fp8compile import _compat, inductor
 from fp8compile.layout.quantized import Plain
+from fp8compile.ops.cast_transpose import is_pair
 from fp8compile.ops.groups.padding import group_to_read, zero_behind
 from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer.delayed_scaling_state import amax_of, kept_amax
 from fp8compile.ops.layer.layer_args import LayerArgs, check_layer, part_of_tokens
 from fp8compile.ops.layer.multiply_over_ranks import as_read, multiply_parts
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
-from fp8compile.ops.quantize_both import is_pair
 from fp8compile.quantizers import CALL, Gemm, Recipe
 
 __all__ = [

@@ -21,23 +21,23 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.groups.four_bit_tiles import scales_of_rows
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
+from fp8compile.ops.groups.group_cast_transpose import group_cast_transpose, is_group_pair
 from fp8compile.ops.groups.group_outer_amaxes import is_two_level_pair
 from fp8compile.ops.groups.group_quantize import group_quantize
-from fp8compile.ops.groups.group_quantize_both import group_quantize_both, is_group_pair
 from fp8compile.ops.groups.group_quantize_rows import QUANTIZE_ROWS, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.padding import group_to_read
 from fp8compile.ops.layer.quantize_over_ranks import Steps, quantize_part
-from fp8compile.ops.rounding_barrier import made_of_kept
+from fp8compile.ops.rounding_barrier import optimization_barrier
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.target import target_of
 
 __all__ = ["as_values_of_rows", "by_row", "cast_rows", "is_four_bits_on_gpu", "quantize_groups"]
 
-_group_quantize_both = inductor.once_a_graph(group_quantize_both)
+_group_cast_transpose = inductor.once_a_graph(group_cast_transpose)
 _group_cast = inductor.once_a_graph(group_cast)
-_made_of_kept = inductor.once_a_graph(made_of_kept)
+_optimization_barrier = inductor.once_a_graph(optimization_barrier)
 _group_amax = inductor.once_a_graph(group_amax)
 
 
@@ -75,7 +75,7 @@ def quantize_groups(
     x = part.local
     offs: Any = part.layout.offs  # rows are in groups
     if reads_once and is_group_pair(rows, tokens):
-        found = _group_quantize_both(x, offs, rows, tokens)
+        found = _group_cast_transpose(x, offs, rows, tokens)
         codes, scale = found[2:] if along_tokens else found[:2]
     elif along_tokens:
         codes, scale = _tokens(part, rows, tokens, steps, reads_once=reads_once, is_input=is_input)
@@ -117,7 +117,7 @@ def _tokens(
         return codes, scale
     if reads_once and is_row_pair(rows, tokens, x.shape[1]):
         amaxes = QUANTIZE_ROWS(x, offs, rows, tokens)[2]
-        x = _made_of_kept(x) if is_input else x  # without it, the forward makes the codes and keeps them
+        x = _optimization_barrier(x) if is_input else x  # without it, the forward makes the codes and keeps them
     else:
         amaxes = _amaxes_along_tokens(x, offs, part.cuts, tokens)
     multiplier, scale = _scales_along_tokens(amaxes, tokens, steps.scale)

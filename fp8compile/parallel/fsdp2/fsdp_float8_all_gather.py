@@ -25,7 +25,7 @@ from fp8compile.nn.check_model import Model, check_model
 from fp8compile.nn.convert.check_not_in_ddp import check_not_in_ddp
 from fp8compile.nn.convertible.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.known_modules import holds_no_stacks
-from fp8compile.nn.layer.placed_like import wrapped_like
+from fp8compile.nn.layer.redistribute_like import wrapped_like
 from fp8compile.nn.layer.warn_if_not_sharded import MARK
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.nn.weights.quantize_weights import COMPUTED

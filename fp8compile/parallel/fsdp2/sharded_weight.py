@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Edits", "ShardedWeight", "part_of_weight"]
+__all__ = ["ShardedWeight", "WriteCounter", "part_of_weight"]
 
 aten: Any = torch.ops.aten
 PAIR = GEMMS[:2]  # the products that read a weight
 
 
-class Edits:
+class WriteCounter:
     """Counter of the writes to one memory, shared by all `ShardedWeight` views of the memory."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
     name: str = "weight"  # name of the parameter in its module; a tensor has a property of this name
     gathers: GatherPolicy | None  # what each gather brings; None if forward and backward multiply the same codes
     cuts: Sharding  # how tensor parallelism cut the weight, before FSDP2 shards it
-    edits: Edits  # Counter of writes. FSDP2 reads a parameter through views that have their own version counters.
+    write_counter: WriteCounter  # FSDP2 reads a parameter through views that have their own version counters
     _fake: Tensor | None
 
     @staticmethod
@@ -99,23 +99,23 @@ class ShardedWeight(FullyShardHooks, Tensor):
         name: str = "weight",
         gathers: GatherPolicy | None = None,
         cuts: Sharding = (),
-        edits: Edits | None = None,
+        write_counter: WriteCounter | None = None,
     ) -> None:
         self._fake = None if type(plain) is Tensor else plain
         self.name, self.gathers, self.cuts = name, gathers, cuts
-        self.edits = Edits() if edits is None else edits
+        self.write_counter = WriteCounter() if write_counter is None else write_counter
 
     @property
     def plain(self) -> Tensor:
         """A plain tensor on the same memory, with the same version counter and without autograd history."""
         return _compat.plain_alias(self) if self._fake is None else self._fake
 
-    def like(self, plain: Tensor, edits: Edits | None = None) -> ShardedWeight:
+    def like(self, plain: Tensor, write_counter: WriteCounter | None = None) -> ShardedWeight:
         """Wrap another tensor with this weight's name, `GatherPolicy` and tensor parallel sharding.
 
-        ``edits`` is this weight's counter of writes if ``plain`` is a view of its memory; None starts a new counter.
+        ``write_counter`` is this weight's if ``plain`` is a view of its memory; None starts a new one.
         """
-        return ShardedWeight(plain, self.name, self.gathers, self.cuts, edits)
+        return ShardedWeight(plain, self.name, self.gathers, self.cuts, write_counter)
 
     # ------------------------------------------------------------------ what a tensor with a dispatch refuses
 
@@ -152,7 +152,7 @@ class ShardedWeight(FullyShardHooks, Tensor):
         out = func(*plain_args, **plain_kwargs)
         for weight in written_arguments(func, args, kwargs):
             if isinstance(weight, ShardedWeight):
-                weight.edits.count += 1
+                weight.write_counter.count += 1
         if func._schema.is_mutable:
             return return_and_correct_aliasing(func, args, kwargs, out)
         if func not in VIEWS and func not in COPIES:
@@ -160,8 +160,8 @@ class ShardedWeight(FullyShardHooks, Tensor):
         source = args[0]
         if not isinstance(source, ShardedWeight):
             return out
-        edits = source.edits if func in VIEWS else None
-        out = tree_map_only(Tensor, lambda tensor: source.like(tensor, edits), out)
+        write_counter = source.write_counter if func in VIEWS else None
+        out = tree_map_only(Tensor, lambda tensor: source.like(tensor, write_counter), out)
         return return_and_correct_aliasing(func, args, kwargs, out) if func in VIEWS else out
 
     # ------------------------------------------------------------------ how the weight is quantized

@@ -16,7 +16,7 @@ from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn.layer.delayed_state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
 from fp8compile.ops.layer.quantize_over_ranks import Scales, outer_amax_of, scales_of, whole_amax
-from fp8compile.parallel.fsdp2.sharded_weight import Edits, ShardedWeight, part_of_weight
+from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight, WriteCounter, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
 
 __all__ = ["WeightScales"]
@@ -26,7 +26,7 @@ __all__ = ["WeightScales"]
 class _Version:
     """A weight's version counters when its scales or codes were computed."""
 
-    edits: Edits  # the counter of writes that the weight had
+    write_counter: WriteCounter  # the counter of writes that the weight had
     writes: tuple[int, ...]  # version counters of the weight
 
     @staticmethod
@@ -36,8 +36,8 @@ class _Version:
 
     def holds(self, parameter: _compat.FsdpParameter) -> bool:
         """Whether the weight still has these version counters, so that nothing was written to it."""
-        edits, writes = _writes(parameter)
-        return self.edits is edits and self.writes == writes
+        counter, writes = _writes(parameter)
+        return self.write_counter is counter and self.writes == writes
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class _Scales:
     version: _Version
 
 
-def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
-    """Return a weight's `Edits`, and four numbers that change if something writes to the weight.
+def _writes(parameter: _compat.FsdpParameter) -> tuple[WriteCounter, tuple[int, ...]]:
+    """Return a weight's `WriteCounter`, and four numbers that change if something writes to the weight.
 
     They are the version counters of the parameter, of its local tensor and of the plain tensor inside, and the count
-    in the `Edits`, which includes writes through views.
+    in the `WriteCounter`, which includes writes through views.
     """
     local = _compat.local_itself(parameter.sharded)
     if not isinstance(local, ShardedWeight):
@@ -66,7 +66,12 @@ def _writes(parameter: _compat.FsdpParameter) -> tuple[Edits, tuple[int, ...]]:
             "fsdp_float8_all_gather: a parameter that was prepared for an FP8 all-gather was replaced by a "
             f"{type(local).__name__}. Change weights in place, or with load_state_dict."
         )
-    return local.edits, (parameter.sharded._version, local._version, local.plain._version, local.edits.count)
+    return local.write_counter, (
+        parameter.sharded._version,
+        local._version,
+        local.plain._version,
+        local.write_counter.count,
+    )
 
 
 @_compat.untraced
@@ -74,7 +79,7 @@ def _end_of_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     """Count a write to each weight after an optimizer's step, because some kernels raise no version counter."""
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.requires_grad and isinstance(local := _compat.local_itself(p), ShardedWeight):
-            local.edits.count += 1
+            local.write_counter.count += 1
 
 
 @cache

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fp8compile import _compat
 from fp8compile.nn import Linear
-from fp8compile.ops import fsdp_amaxes_together, fsdp_tokens
+from fp8compile.ops import fsdp_amax_carriers, fsdp_amaxes_together
 from fp8compile.ops.layer.fsdp_delayed_amaxes import AmaxGroups
 from fp8compile.parallel.graph_fsdp.shards import ParameterSharding
 
@@ -92,7 +92,7 @@ def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCa
             continue
         state = layer.delayed_state()
         history, multiplier = _compat.replicated(state.amax_history), _compat.replicated(state.multiplier)
-        tokens = fsdp_tokens(origin, history, multiplier, layer.recipe)
+        tokens = fsdp_amax_carriers(origin, history, multiplier, layer.recipe)
         for place, names in enumerate(reduction.names):
             kinds[names] = reduction.groups[place]
             messages.setdefault(names, []).append((index, place, tokens[place]))

@@ -17,11 +17,11 @@ from fp8compile._compat import is_unbacked
 __all__ = ["COLLECTIVES", "bytes_by_dtype", "is_message", "register_message", "sent_bytes", "size_of", "tensors_in"]
 
 COLLECTIVES = frozenset({"_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor"})
-Sent = Mapping[torch.dtype, int]
-REGISTERED: dict[torch._ops.OpOverload, Callable[[fx.Node], Sent]] = {}
+BytesByDtype = Mapping[torch.dtype, int]
+REGISTERED: dict[torch._ops.OpOverload, Callable[[fx.Node], BytesByDtype]] = {}
 
 
-def register_message(op: torch._ops.OpOverload, sent: Callable[[fx.Node], Sent]) -> None:
+def register_message(op: torch._ops.OpOverload, sent: Callable[[fx.Node], BytesByDtype]) -> None:
     """Make reports count an operator's calls as messages between ranks.
 
     Args:
@@ -39,14 +39,14 @@ def is_message(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", None) in COLLECTIVES and "wait" not in str(node.target)
 
 
-def sent_bytes(node: fx.Node) -> Sent:
+def sent_bytes(node: fx.Node) -> BytesByDtype:
     """Bytes of a message by dtype; a coalesced message may have several dtypes."""
     if node.target in REGISTERED:
         return REGISTERED[node.target](node)
     return bytes_by_dtype(tensors_in([arg.meta.get("val") for arg in node.all_input_nodes]), node)
 
 
-def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> Sent:
+def bytes_by_dtype(given: Sequence[Tensor], node: fx.Node) -> BytesByDtype:
     """Return, by dtype, the bytes of a node's inputs ``given`` or of its results, whichever are more."""
     made = tensors_in(node.meta.get("val"))
     return {

@@ -34,7 +34,7 @@ from fp8compile.testing.gpu.program.own_kernels import place_of
 from fp8compile.testing.gpu.program.random_numbers import RandomNumbers
 from fp8compile.testing.gpu.program.reference import Reference
 from fp8compile.testing.gpu.program.result import Difference, GraphRun, output_differences, product_differences
-from fp8compile.testing.gpu.program.settings import Settings, Way
+from fp8compile.testing.gpu.program.settings import RunConfig, Settings
 from fp8compile.testing.gpu.program.wrapper import Program
 from fp8compile.testing.gpu.schedule import Schedule, schedule
 
@@ -82,13 +82,13 @@ class _Compared:
         """The schedule of the graph with the last template."""
         return self._programs[-1].found
 
-    def _ways(self) -> Iterator[tuple[Program, Way, str]]:
+    def _ways(self) -> Iterator[tuple[Program, RunConfig, str]]:
         numbers, orders = self._settings.configurations, self._settings.orders
         for at, program in enumerate(self._programs):
             chosen: Sequence[int | None] = [None] if numbers is None else numbers or range(program.configurations)
             template = f", template {at}" if len(self._programs) > 1 else ""
             for order, number in itertools.product(orders, chosen):
-                way = Way(order, number)
+                way = RunConfig(order, number)
                 yield program, way, f"{self._name}{template}" + (f" ({way})" if len(orders) * len(chosen) > 1 else "")
 
     def __call__(self, args: list[Any]) -> list[Any]:

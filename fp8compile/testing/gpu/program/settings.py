@@ -9,7 +9,7 @@ import torch
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.arithmetic import Arithmetic
 
-__all__ = ["Settings", "Way"]
+__all__ = ["Settings", "RunConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Way:
+class RunConfig:
     """One way to run generated kernels: an order of Triton programs, and a configuration.
 
     Attributes:

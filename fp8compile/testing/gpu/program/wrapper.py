@@ -33,7 +33,7 @@ from fp8compile.testing.gpu.program.messages import message
 from fp8compile.testing.gpu.program.nan_origin import NanSearch
 from fp8compile.testing.gpu.program.own_kernels import KNOWN, implementation_on_gpu
 from fp8compile.testing.gpu.program.products import Products, is_product
-from fp8compile.testing.gpu.program.settings import Settings, Way
+from fp8compile.testing.gpu.program.settings import RunConfig, Settings
 from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch
 
 __all__ = ["KernelLaunch", "Program"]
@@ -207,12 +207,12 @@ class Program:
         self.launches: list[KernelLaunch] = []
         self.library_calls: list[str] = []
         self.configurations = 1
-        self.way: Way = Way("forwards", None)
+        self.way: RunConfig = RunConfig("forwards", None)
         stand_ins = StandIns(_Kernels(self), self.products, self._empty)
         with pretend_gpu(self.gpu):
             self._call = LoadedWrapper(found.source, found.constants, stand_ins)
 
-    def __call__(self, args: list[Any], way: Way) -> list[Any]:
+    def __call__(self, args: list[Any], way: RunConfig) -> list[Any]:
         """Run the generated code in one way (order and configuration); clears the list ``args``."""
         self.way, self.launches, self.library_calls, self.of_templates = way, [], [], {}
         self.products.called = []

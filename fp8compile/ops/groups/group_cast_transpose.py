@@ -1,4 +1,4 @@
-"""fp8compile::group_quantize_both: quantize groups of tokens along rows and along tokens, by one kernel on a GPU.
+"""fp8compile::group_cast_transpose: quantize groups of tokens along rows and along tokens, by one kernel on a GPU.
 
 Rows after the last group get codes along rows, but none along tokens.
 """
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload
+from fp8compile.ops.cast_transpose import along_rows, is_pair
 from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.group_quantize import empty_outputs, group_quantize
 from fp8compile.ops.groups.kernel_support import has_block_kernel
 from fp8compile.ops.groups.padding import alignment
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.quantize_both import along_rows, is_pair
 from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, Quantizer
 
-__all__ = ["group_quantize_both", "is_group_pair"]
+__all__ = ["group_cast_transpose", "is_group_pair"]
 
 
 def is_group_pair(rows: Quantizer | None, columns: Any) -> bool:
@@ -46,11 +46,11 @@ def _two_casts(
 
 
 def _launch(results: Any, x: Tensor, offsets: Tensor, rows: Any, columns: Any) -> Any:
-    from fp8compile.kernels.group_quantize_both import groups_both_directions
+    from fp8compile.kernels.group_cast_transpose import groups_both_directions
 
     if not is_group_pair(rows, columns):
         raise ValueError(
-            f"fp8compile::group_quantize_both: quantizers are {rows!r} and {columns!r}; on a GPU they must be "
+            f"fp8compile::group_cast_transpose: quantizers are {rows!r} and {columns!r}; on a GPU they must be "
             "CurrentScaling with rounding='nearest' and blocks (1, n) and (n, 1), where n divides 128. Quantize "
             "along rows and along tokens with two calls."
         )
@@ -64,6 +64,6 @@ def _samples() -> Iterator[tuple[Any, ...]]:
         yield x, offsets, line, CurrentScaling(block=(32, 1), scale="e8m0_floor", eps=1e-6)
 
 
-group_quantize_both: OpOverload = register_group_op(
-    "fp8compile::group_quantize_both", _two_casts, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch
+group_cast_transpose: OpOverload = register_group_op(
+    "fp8compile::group_cast_transpose", _two_casts, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch
 )

@@ -12,7 +12,7 @@ from fp8compile.target import pretend_target
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.program.products import BY_OUR_KERNEL, Products, is_product
 
-__all__ = ["played_products"]
+__all__ = ["simulated_products"]
 
 
 class _Played(TorchDispatchMode):
@@ -30,7 +30,7 @@ class _Played(TorchDispatchMode):
 
 
 @contextmanager
-def played_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
+def simulated_products(gpu: Gpu, *, interpret: bool = False) -> Iterator[None]:
     """Context in which this package's GEMMs are chosen as on a GPU, and simulated on the CPU.
 
     A GEMM with operands that the GPU's library would refuse raises a ValueError. Results are summed in float64 and

@@ -8,10 +8,10 @@ import types
 from collections.abc import Callable
 from typing import Any, ClassVar, SupportsIndex
 
-__all__ = ["MadeClass", "made_class"]
+__all__ = ["DynamicClass", "dynamic_class"]
 
 
-class MadeClass:
+class DynamicClass:
     """Base of classes that are made at run time from a user's class, to replace the class of an instance.
 
     Pickle can't find these classes by name, so pickles of instances name the function that makes the class.
@@ -41,7 +41,7 @@ def _new(made_by: tuple[Any, ...], *arguments: Any) -> Any:
     return cls.__new__(cls, *arguments)
 
 
-def made_class(base: type[Any], plain: type[Any], made_by: tuple[Any, ...], **attributes: Any) -> type[Any]:
+def dynamic_class(base: type[Any], plain: type[Any], made_by: tuple[Any, ...], **attributes: Any) -> type[Any]:
     """Make a subclass of ``base`` and ``plain``, with the name and docstring of ``plain``.
 
     ``made_by`` is (function, *arguments): a call that returns this class. ``attributes`` are set on the class.

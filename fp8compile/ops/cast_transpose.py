@@ -1,4 +1,4 @@
-"""fp8compile::quantize_both: codes and scales of a matrix along rows and along columns, by one read.
+"""fp8compile::cast_transpose: codes and scales of a matrix along rows and along columns, by one read.
 
 A gradient is multiplied along rows for grad_input and along columns for grad_weight. Inductor would read the matrix
 twice for each of the two casts. On a GPU this op is one Triton kernel. On a CPU, and as the reference, it runs the two
@@ -23,7 +23,7 @@ from fp8compile.ops.sharding_rules import Cut, Split
 from fp8compile.ops.traced_steps import OPS_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer
 
-__all__ = ["along_rows", "empty_outputs", "is_pair", "quantize_both", "two_casts"]
+__all__ = ["along_rows", "empty_outputs", "is_pair", "cast_transpose", "two_casts"]
 
 LARGEST_BLOCK = TILE
 
@@ -98,6 +98,6 @@ def _samples() -> Iterator[tuple[Any, ...]]:
     yield torch.randn(3, 20, 40), *pairs[0]
 
 
-quantize_both: OpOverload = register_kernel_op(
-    "fp8compile::quantize_both", two_casts, fake=empty_outputs, launch=_launch, sharding=_sharding, samples=_samples
+cast_transpose: OpOverload = register_kernel_op(
+    "fp8compile::cast_transpose", two_casts, fake=empty_outputs, launch=_launch, sharding=_sharding, samples=_samples
 )

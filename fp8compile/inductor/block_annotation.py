@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["block_noted", "noted_block"]
+__all__ = ["annotate_block", "annotated_block"]
 
 KEY = "fp8compile_block"
 
 
 @contextmanager
-def block_noted(block: tuple[int, int] | None) -> Iterator[None]:
+def annotate_block(block: tuple[int, int] | None) -> Iterator[None]:
     """Context that records the block, if there is one, on all nodes that are traced in it."""
     if block is None:
         yield
@@ -34,6 +34,6 @@ def block_noted(block: tuple[int, int] | None) -> Iterator[None]:
             meta["custom"] = before
 
 
-def noted_block(node: Any) -> tuple[int, int] | None:
-    """Return the block that `block_noted` recorded on a node, or None."""
+def annotated_block(node: Any) -> tuple[int, int] | None:
+    """Return the block that `annotate_block` recorded on a node, or None."""
     return node.meta.get("custom", {}).get(KEY)

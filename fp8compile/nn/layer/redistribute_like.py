@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp8compile._compat import is_dtensor
 
-__all__ = ["on_all_ranks_of", "placed_like", "wrapped_like"]
+__all__ = ["on_all_ranks_of", "redistribute_like", "wrapped_like"]
 
 
 def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> Tensor:
@@ -20,7 +20,7 @@ def wrapped_like(local: Tensor, tensor: Tensor, whole: Tensor | None = None) -> 
     return type(tensor).from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def placed_like(whole: Tensor, tensor: Tensor) -> Tensor:
+def redistribute_like(whole: Tensor, tensor: Tensor) -> Tensor:
     """Return ``whole``, which every rank has, as a DTensor placed like ``tensor``; nothing is sent."""
     if not is_dtensor(tensor) or is_dtensor(whole):
         return whole

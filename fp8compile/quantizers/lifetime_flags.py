@@ -1,0 +1,48 @@
+"""Arguments of earlier versions, which a later version will not accept: each call warns, with the new spelling."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["accept_lifetime_flags", "lifetime_of_flags"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BEFORE = {  # flag -> the lifetime that True and False stand for
+    "keep_weight_codes": ("pass", "call"),
+    "cache_weights": ("step", None),
+    "quantized_parameters": ("parameter", None),
+}
+
+
+def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which ``weight_lifetime`` replaces the flags of earlier versions."""
+    found = {name: each for name, each in options.items() if name not in BEFORE}
+    for name in BEFORE.keys() & options.keys():
+        lifetime = BEFORE[name][0 if options[name] else 1]
+        warnings.warn(
+            f"`{name}` was replaced, and will raise an error. Pass weight_lifetime={lifetime or 'call'!r} instead of "
+            f"{name}={options[name]!r}.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        if lifetime is not None:
+            found["weight_lifetime"] = lifetime
+    return found
+
+
+def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
+    """Make ``function`` accept the flags that ``weight_lifetime`` replaced."""
+
+    @wraps(function)
+    def accepting(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in BEFORE:
+            if name in kwargs:
+                return function(*args, **lifetime_of_flags(kwargs))
+        return function(*args, **kwargs)
+
+    return accepting
