@@ -79,7 +79,7 @@ def main() -> None:
 def runnable() -> list[str]:
     """Contenders that the device at hand has the GEMMs of."""
     import fp8compile as f8
-    from fp8compile.ops.layer.recipe_support import recipe_support
+    from fp8compile.testing.explain.recipe_support import recipe_support
 
     def has_gemms(name: str) -> bool:
         with machine().target():

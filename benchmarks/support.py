@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fp8compile as f8
 from fp8compile.ops.gemms.gpu_support import AMD_NAMES, GPU_NAMES, PRODUCTS, Gate, gates_of
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.target import Build, Target, pretend_target
+from fp8compile.testing.explain.recipe_support import recipe_support
 from fp8compile.testing.gpu.gpus import GPUS as GPUS_KNOWN
 
 __all__ = ["BUILDS", "GPUS", "PLACES", "RECIPES", "TRIED", "build_section", "gpu_section", "main", "placement_section"]

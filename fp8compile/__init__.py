@@ -17,7 +17,6 @@ from fp8compile.nn import (
     ConversionReport,
     DelayedState,
     Linear,
-    MasterWeights,
     calibrate,
     compile,
     conversion_report,
@@ -32,6 +31,7 @@ from fp8compile.nn import (
     revert,
     set_recipe,
 )
+from fp8compile.optim import MasterWeights
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.saved_tensors import SavedAsCodes, SavedTensor, saved_as_codes
 from fp8compile.tensor import QuantizedTensor, quantize, scaled_mm

@@ -66,33 +66,30 @@ Block = tuple[int, int]
 
 def _of_blocks(
     blocks: tuple[Block, Block, Block, Block | None],
-    *,
     format: str,
     grad_format: str,
     grad_rounding: str,
-    emulate: bool = False,
-    by_mx: bool = False,
-    weight_lifetime: str = CALL,
-    **rule: Any,
+    scale: str,
+    eps: float,
+    **switches: Any,
 ) -> Recipe:
     """Make a recipe with current scaling for all operands from ``blocks``: the shapes of values that share a scale.
 
     GEMMs that sum over an operand's columns have the first block for inputs and output gradients, and the second for
     weights; GEMMs that sum over rows have the fourth and the third. If the fourth is None, grad_weight is in high
-    precision. ``rule`` has ``scale`` and ``eps``; the other arguments are those of `rowwise` and `mxfp8`.
+    precision. ``switches`` are fields of the recipe; the other arguments are those of `rowwise`.
     """
     x, weight, weight_turned, x_turned = blocks
-    gradient = {"format": grad_format, "rounding": grad_rounding, **rule}
+    value: dict[str, Any] = {"format": format, "scale": scale, "eps": eps}
+    gradient: dict[str, Any] = {**value, "format": grad_format, "rounding": grad_rounding}
     return Recipe(
-        input=CurrentScaling(format=format, block=x, **rule),
-        weight=CurrentScaling(format=format, block=weight, **rule),
+        input=CurrentScaling(block=x, **value),
+        weight=CurrentScaling(block=weight, **value),
         grad_output=CurrentScaling(block=x, **gradient),
-        weight_for_grad_input=CurrentScaling(format=format, block=weight_turned, **rule),
+        weight_for_grad_input=CurrentScaling(block=weight_turned, **value),
         grad_output_for_grad_weight=None if x_turned is None else CurrentScaling(block=x_turned, **gradient),
-        input_for_grad_weight=None if x_turned is None else CurrentScaling(format=format, block=x_turned, **rule),
-        emulate=emulate,
-        by_mx=by_mx,
-        weight_lifetime=weight_lifetime,
+        input_for_grad_weight=None if x_turned is None else CurrentScaling(block=x_turned, **value),
+        **switches,
     )
 
 
@@ -120,15 +117,9 @@ def tensorwise(
 
     Source: Micikevicius et al. 2022, arXiv:2209.05433: e4m3 forward, e5m2 for gradients.
     """
+    blocks = (TENSOR, TENSOR, TENSOR, TENSOR)
     return _of_blocks(
-        (TENSOR, TENSOR, TENSOR, TENSOR),
-        format=format,
-        grad_format=grad_format,
-        grad_rounding=grad_rounding,
-        scale=scale,
-        eps=eps,
-        by_mx=by_mx,
-        weight_lifetime=weight_lifetime,
+        blocks, format, grad_format, grad_rounding, scale, eps, by_mx=by_mx, weight_lifetime=weight_lifetime
     )
 
 
@@ -156,15 +147,9 @@ def rowwise(
         by_mx: Whether a GPU of compute capability 12.0 uses its MX GEMM; see ``Recipe``.
         weight_lifetime: How long quantized weights live; see ``Recipe``.
     """
+    blocks = (ROW, ROW, COLUMN, COLUMN)
     return _of_blocks(
-        (ROW, ROW, COLUMN, COLUMN),
-        format=format,
-        grad_format=grad_format,
-        grad_rounding=grad_rounding,
-        scale=scale,
-        eps=eps,
-        by_mx=by_mx,
-        weight_lifetime=weight_lifetime,
+        blocks, format, grad_format, grad_rounding, scale, eps, by_mx=by_mx, weight_lifetime=weight_lifetime
     )
 
 
@@ -188,15 +173,8 @@ def rowwise_bf16_wgrad(
         eps: Lower bound of the amax; 0 disables it.
         weight_lifetime: How long quantized weights live; see ``Recipe``.
     """
-    return _of_blocks(
-        (ROW, ROW, COLUMN, None),
-        format=format,
-        grad_format=grad_format,
-        grad_rounding=grad_rounding,
-        scale=scale,
-        eps=eps,
-        weight_lifetime=weight_lifetime,
-    )
+    blocks = (ROW, ROW, COLUMN, None)
+    return _of_blocks(blocks, format, grad_format, grad_rounding, scale, eps, weight_lifetime=weight_lifetime)
 
 
 @accept_lifetime_flags
@@ -224,15 +202,8 @@ def blockwise(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3, arXiv:2412.19437.
     """
-    return _of_blocks(
-        (LINE, TILE, TILE, PILLAR),
-        format=format,
-        grad_format=grad_format,
-        grad_rounding=grad_rounding,
-        scale=scale,
-        eps=eps,
-        weight_lifetime=weight_lifetime,
-    )
+    blocks = (LINE, TILE, TILE, PILLAR)
+    return _of_blocks(blocks, format, grad_format, grad_rounding, scale, eps, weight_lifetime=weight_lifetime)
 
 
 @accept_lifetime_flags
@@ -258,15 +229,8 @@ def blockwise_bf16_wgrad(
         eps: Lower bound of the amax; 0 disables it.
         weight_lifetime: How long quantized weights live; see ``Recipe``.
     """
-    return _of_blocks(
-        (LINE, TILE, TILE, None),
-        format=format,
-        grad_format=grad_format,
-        grad_rounding=grad_rounding,
-        scale=scale,
-        eps=eps,
-        weight_lifetime=weight_lifetime,
-    )
+    blocks = (LINE, TILE, TILE, None)
+    return _of_blocks(blocks, format, grad_format, grad_rounding, scale, eps, weight_lifetime=weight_lifetime)
 
 
 @accept_lifetime_flags
@@ -308,15 +272,9 @@ def mxfp8(
         raise ValueError(f"mxfp8: `scale` is {scale!r}; it must be 'e8m0_rceil' or 'e8m0_floor'.")
     if weight_block not in (MX_LINE, MX_TILE):
         raise ValueError(f"mxfp8: `weight_block` is {weight_block!r}; it must be (1, 32) or (32, 32).")
+    blocks = (MX_LINE, weight_block, weight_block[::-1], MX_PILLAR)
     return _of_blocks(
-        (MX_LINE, weight_block, weight_block[::-1], MX_PILLAR),
-        format=format,
-        grad_format=grad_format,
-        grad_rounding=grad_rounding,
-        emulate=emulate,
-        weight_lifetime=weight_lifetime,
-        scale=scale,
-        eps=eps,
+        blocks, format, grad_format, grad_rounding, scale, eps, emulate=emulate, weight_lifetime=weight_lifetime
     )
 
 

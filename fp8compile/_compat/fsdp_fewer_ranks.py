@@ -62,11 +62,6 @@ def _writes(parameter: Any) -> tuple[int, ...]:
     return parameter.sharded_param._version, local._version, 0 if counter is None else counter.count
 
 
-def _check_not_written(parameter: Any) -> None:
-    _, check_writes = getattr(parameter._sharded_local_tensor, _MARK)
-    check_writes(*_name_and_size(parameter), _writes(parameter) != parameter._writes_when_kept)
-
-
 @functools.cache
 def _extend() -> None:
     """Patch FSDPParam to keep parts of the gathered bytes after the forward, and gather them for the backward."""
@@ -96,7 +91,8 @@ def _extend() -> None:
 
     def all_gather_inputs(self: Any) -> list[torch.Tensor]:
         if self.sharded_state == ShardedState.SHARDED_POST_FORWARD and _is_marked(self):
-            _check_not_written(self)
+            _, check_writes = getattr(self._sharded_local_tensor, _MARK)
+            check_writes(*_name_and_size(self), _writes(self) != self._writes_when_kept)
             return self._sharded_post_forward_param_data
         return theirs_inputs(self)
 

@@ -63,7 +63,7 @@ def _gemms(name: str, device: str, *, grouped: bool = False) -> list[dict[str, s
     import torch
 
     from fp8compile import recipes
-    from fp8compile.ops.layer.recipe_support import recipe_support
+    from fp8compile.testing.explain.recipe_support import recipe_support
 
     try:
         recipe = recipes.by_name(name)

@@ -5,7 +5,7 @@ It prints a line before and a line after each case, so that the parent knows dur
     python -m fp8compile.cli.doctor_product_process --device cuda:0 CASE...
     python -m fp8compile.cli.doctor_product_process --gpu rtx5090 [--interpret] CASE...
 
-A CASE is a position in `fp8compile.ops.gemms.registration.self_test_cases.product_cases()`. With ``--gpu``, the CPU
+A CASE is a position in `fp8compile.cli.self_test_cases.product_cases()`. With ``--gpu``, the CPU
 simulates the GPU; with ``--interpret``, our Triton kernels run in Triton's interpreter.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fp8compile.ops.gemms.registration.self_test_cases import ProductCase, product_cases
+from fp8compile.cli.self_test_cases import ProductCase, product_cases
 
 __all__ = ["LINE", "SECONDS", "answer", "main"]
 

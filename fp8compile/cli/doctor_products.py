@@ -25,7 +25,7 @@ from typing import Any
 
 from fp8compile.cli.doctor_product_process import LINE, SECONDS
 from fp8compile.cli.section import Section
-from fp8compile.ops.gemms.registration.self_test_cases import product_cases
+from fp8compile.cli.self_test_cases import product_cases
 from fp8compile.tables import Cell, Note
 from fp8compile.target import Target
 

@@ -6,7 +6,7 @@ tensors of a layer, because separate graph nodes would prevent Inductor from fus
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,22 +190,6 @@ def _fake(pieces: Sequence[Tensor], numbers: Any, columns: Sequence[int], *other
     return pieces[0].new_empty((len(rows), len(FIRST_SUMS) + sum(columns), matrices), dtype=torch.float64)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    counts, magnitudes = torch.arange(6, dtype=torch.int32), torch.arange(6.0)
-    one = [0, 1, 1, 1, 2]  # flags of a matrix, of which this rank has a half
-    for turned in (counts.view(1, 6), counts.view(6, 1).t()):
-        numbers = [0, 0, 0, 1, 0, 1, 2, 0, 2]
-        yield [turned, turned % 2, magnitudes.view(1, 6)], numbers, [2, 1], [], [], [24], one, [0, -1, 0], 1
-    stack = [0, 0, 0, 1, 0, 1]
-    yield [counts.view(2, 3), magnitudes.view(3, 2).t()], stack, [1, 1], [], [], [12], [1, 0, 1, 1, 1], [0, -1], 4
-    group, sizes = torch.tensor([0, 0, 1, 2, 3, 3]), torch.tensor([8.0, 4.0, 4.0], dtype=torch.float64)
-    flags = [*one, 0, 1, 0, 1, 1]  # another rank counts the second one's elements
-    both = [0, 0, 0, 1, 1, 0, 2, 0, 1]
-    yield [counts, counts.view(1, 6), magnitudes], both, [1, 1], [group], [sizes], [-1, 24], flags, [1, 0], 3
-    yield [counts.view(3, 2)], [0, 0, 0], [1, 0], [], [sizes], [-1], [1, 1, 1, 1, 1], [0, -1], 4
-    yield [magnitudes[:0].view(1, 0)], [0, 0, 0], [0, 1], [], [], [0], [0, 1, 1, 0, 0], [0], 1
-
-
 add_pieces: OpOverload = register_op(
     "fp8compile::add_pieces",
     _impl,
@@ -213,5 +197,4 @@ add_pieces: OpOverload = register_op(
     backward=None,
     decompose=None,
     sharding=None,  # of one rank, whose elements they are
-    samples=_samples,
 )

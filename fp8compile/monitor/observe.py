@@ -12,7 +12,7 @@ are made a second time. The backward writes the buffers once, even if checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ from fp8compile.ops.layer.layer_args import LayerArgs, part_of_tokens
 from fp8compile.ops.layer.layer_ops import register_layer_op
 from fp8compile.ops.layer.layer_sharding import LayerSharding
 from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Phase
-from fp8compile.ops.layer.samples import observe_samples
 from fp8compile.quantizers import TENSORS, Recipe
 from fp8compile.quantizers.recipe import SLOTS
 
@@ -218,28 +217,8 @@ def _empty_gradient(
     return totals_of_op(offs, totals, grad_output, {}, gradient=True)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    """Yield grad_output, x, weight, the constants, buffers, and the arguments of `LayerArgs`."""
-    # Compilers, and other strides, add in another order. Sums of counts, and of scales in float64, have the same bits
-    # in each; sums of float32 values, as those of "square", have not.
-    names = "amax,underflow,scale"
-    for grad, (x, weight, _, offs, *args) in observe_samples():
-        for values in (grad, grad.mT.contiguous().mT):
-            buffer = Observer.empty(names, 1 if offs is None else offs.shape[0], x.device)
-            # a graph counts codes of groups, which calls make, in the forward, and eager mode in the backward
-            for later in (False, True) if offs is None else (False,):
-                yield values, x, weight, (0, later, names), buffer, (offs, *args)
-
-
-def _gradient_samples() -> Iterator[tuple[Any, ...]]:
-    for values, x, weight, constants, _, (offs, known, *args) in _samples():
-        _, later, _ = constants
-        own = (x, weight) if later else (None, None)
-        yield values, *own, *constants, offs, Known.last_set(known), *args
-
-
 observe_gradient: OpOverload = register_layer_op(
-    "observe_gradient", GRAD_INPUT, _of_gradient, fake=_empty_gradient, backward=None, samples=_gradient_samples
+    "observe_gradient", GRAD_INPUT, _of_gradient, fake=_empty_gradient, backward=None
 )
 
 # ---------------------------------------------------------------------------------- the forward's op
@@ -300,11 +279,6 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
     return grad_output, *others
 
 
-def _output_samples() -> Iterator[tuple[Any, ...]]:
-    for values, x, weight, constants, buffer, args in _samples():
-        yield values, x, weight, buffer.sums, buffer.maxima, *constants, *args
-
-
 observe: OpOverload = register_layer_op(
     "observe",
     OUTPUT,
@@ -312,7 +286,6 @@ observe: OpOverload = register_layer_op(
     fake=_empty,
     setup_context=_setup_context,
     backward=_backward,
-    samples=_output_samples,
     updates=("sums", "maxima"),
 )
 OBSERVE_OPS[observe] = 3

@@ -13,14 +13,12 @@ from fp8compile.nn.layer.linear import Linear
 from fp8compile.nn.layer.observed_module import Observed
 from fp8compile.nn.report.conversion_report import ConversionReport, ConversionRow, conversion_report
 from fp8compile.nn.weights.freeze_weights import freeze_weights
-from fp8compile.nn.weights.master_weights import MasterWeights
 
 __all__ = [
     "ConversionReport",
     "ConversionRow",
     "DelayedState",
     "Linear",
-    "MasterWeights",
     "calibrate",
     "Observed",
     "compile",

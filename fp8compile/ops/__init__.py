@@ -35,7 +35,7 @@ from fp8compile.ops.outer_amaxes import outer_amaxes
 from fp8compile.ops.outer_scale import outer_amax, two_scales
 from fp8compile.ops.quantize_two_levels import quantize_two_levels
 from fp8compile.ops.quantize_weight import quantize_weight
-from fp8compile.ops.registry import OPS, Op, decompositions, register_op
+from fp8compile.ops.registry import OPS, decompositions
 from fp8compile.ops.scale import scale
 from fp8compile.ops.scatter_sum import scatter_sum
 from fp8compile.ops.straight_through import straight_through
@@ -47,7 +47,6 @@ __all__ = [
     "LAYER_OPS",
     "UNSHARDED",
     "OPS",
-    "Op",
     "after",
     "amax",
     "cast",
@@ -85,7 +84,6 @@ __all__ = [
     "quantize_two_levels",
     "quantize_weight",
     "realize",
-    "register_op",
     "scale",
     "scaled_grouped_mm",
     "scaled_mm",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload
-from fp8compile.ops import quantization_steps, samples
+from fp8compile.ops import quantization_steps
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding_rules import Split, grid_cuts
@@ -33,12 +30,6 @@ def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
     return [Split((cut, None), ("max" if grid is None else grid.dim,)) for cut, grid in cuts]
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x in samples.matrices():
-        for quantizer in samples.quantizers():
-            yield x, quantizer
-
-
 amax: OpOverload = register_op(
     "fp8compile::amax",
     quantization_steps.amax,
@@ -46,5 +37,4 @@ amax: OpOverload = register_op(
     backward=None,
     decompose=lambda x, quantizer: quantization_steps.amax(rounded(x), quantizer),
     sharding=_sharding,
-    samples=_samples,
 )

@@ -6,14 +6,13 @@ one byte per element, until the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload
-from fp8compile.ops import quantization_steps, samples
+from fp8compile.ops import quantization_steps
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding_rules import Split, grid_cuts
@@ -44,16 +43,6 @@ def _sharding(x: Tensor, multiplier: Tensor, quantizer: Quantizer, *where: Any) 
     return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(x.shape, quantizer.block)]
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x in samples.matrices():
-        for quantizer in samples.quantizers():
-            for again in (False, True):
-                yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, None, None, again
-            if x.ndim == 2 and not quantizer.is_local():  # a part that begins at row 3, column 5 of 100
-                rows, columns = (torch.arange(size) for size in x.shape)
-                yield x, quantizer.multiplier(quantizer.amax(x)), quantizer, (rows + 3) * 100, columns + 5
-
-
 def _cast(
     x: Tensor,
     multiplier: Tensor,
@@ -72,5 +61,5 @@ def _decompose(
 
 
 cast: OpOverload = register_op(
-    "fp8compile::cast", _cast, fake=_fake, backward=None, decompose=_decompose, sharding=_sharding, samples=_samples
+    "fp8compile::cast", _cast, fake=_fake, backward=None, decompose=_decompose, sharding=_sharding
 )

@@ -7,7 +7,6 @@ casts. Stacked matrices (E, M, K) are quantized one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fp8compile._compat import OpOverload
 from fp8compile.kernels.programs import TILE
-from fp8compile.ops import samples
 from fp8compile.ops.quantization_steps import Steps
 from fp8compile.ops.quantize_columns import cast_along_columns, empty_columns, is_along_columns
 from fp8compile.ops.registry import register_kernel_op
@@ -83,21 +81,6 @@ def _sharding(x: Tensor, rows: Quantizer, columns: Quantizer) -> list[Split]:
     return [Split((Cut(dim, unit), None, None), (dim, dim, dim, dim)) for dim, unit in enumerate(units)]
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    pairs = [
-        (CurrentScaling(block=(1, 16)), CurrentScaling(block=(16, 1), scale="pow2")),
-        (
-            CurrentScaling(block=(1, 32), scale="e8m0_rceil"),
-            CurrentScaling(block=(32, 1), scale="e8m0_floor", format="e5m2"),
-        ),
-    ]
-    for x in samples.matrices():
-        if x.ndim == 2:
-            for rows, columns in pairs:
-                yield x, rows, columns
-    yield torch.randn(3, 20, 40), *pairs[0]
-
-
 cast_transpose: OpOverload = register_kernel_op(
-    "fp8compile::cast_transpose", two_casts, fake=empty_outputs, launch=_launch, sharding=_sharding, samples=_samples
+    "fp8compile::cast_transpose", two_casts, fake=empty_outputs, launch=_launch, sharding=_sharding
 )

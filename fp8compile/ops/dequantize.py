@@ -5,14 +5,10 @@ With two levels of scales, the outer scale is a further factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload
-from fp8compile.ops import samples
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding_rules import Split, grid_cuts
@@ -44,18 +40,6 @@ def _sharding(
     return [Split((cut, grid, *whole), (cut.dim,)) for cut, grid in grid_cuts(codes.shape, quantizer.block)]
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x in samples.matrices():
-        for quantizer in samples.quantizers():
-            multiplier = quantizer.multiplier(quantizer.amax(x))
-            yield quantizer.cast(x, multiplier), quantizer.scale_of(multiplier), quantizer, x.dtype, None
-        for quantizer in samples.two_level_quantizers():
-            own, amax = quantizer.for_shape(x.shape), quantizer.amax(x)
-            outer_amax = own.outer_amax(amax)
-            scale, outer_scale = own.block_scale(amax, outer_amax), own.outer_scale(outer_amax)
-            yield own.cast(x, own.multiplier(amax)), scale, own, x.dtype, outer_scale
-
-
 dequantize: OpOverload = register_op(
     "fp8compile::dequantize",
     _kernel,
@@ -63,5 +47,4 @@ dequantize: OpOverload = register_op(
     backward=None,
     decompose=lambda *args: rounded(_kernel(*args)).to(args[3]),
     sharding=_sharding,
-    samples=_samples,
 )

@@ -6,8 +6,7 @@ stored      its input, stored by Inductor as `realize`, `snapshot` or `store` sa
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,14 +23,8 @@ __all__ = ["after", "realize", "snapshot", "store", "stored"]
 ONCE, COPY, LAYOUT = "once", "copy", "layout"
 
 
-def _tensors() -> tuple[Tensor, ...]:
-    return torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3).t(), torch.empty(0, 3)
-
-
-def _register(
-    name: str, impl: Callable[..., Tensor], lower: Callable[..., Any], others: Callable[[], Iterable[Any]]
-) -> OpOverload:
-    """Register an op that copies its first argument; ``lower`` is its lowering, and ``others`` are samples."""
+def _register(name: str, impl: Callable[..., Tensor], lower: Callable[..., Any]) -> OpOverload:
+    """Register an op that copies its first argument; ``lower`` is its lowering."""
     op = register_op(
         name,
         impl,
@@ -39,7 +32,6 @@ def _register(
         backward=None,
         decompose=None,  # it has a lowering instead
         sharding=lambda x, other: along_every_dim(x.ndim, inputs=1, outputs=1, others=1),
-        samples=lambda: itertools.product(_tensors(), others()),
     )
     inductor.register_lowering(op, lower)
     return op
@@ -49,7 +41,7 @@ def _after(x: Tensor, other: Tensor) -> Tensor:
     return x.clone()
 
 
-after: OpOverload = _register("fp8compile::after", _after, lambda x, other: x, _tensors)
+after: OpOverload = _register("fp8compile::after", _after, lambda x, other: x)
 """Return the first tensor unchanged, with an artificial dependency on the second tensor.
 
 The partitioner places a tensor that only the backward reads in the backward, and computes it there from saved tensors.
@@ -75,7 +67,7 @@ def _lower(x: Any, how: str) -> Any:
     return x
 
 
-stored: OpOverload = _register("fp8compile::stored", _stored, _lower, lambda: (ONCE, COPY, LAYOUT))
+stored: OpOverload = _register("fp8compile::stored", _stored, _lower)
 
 
 def realize(x: Tensor) -> Tensor:

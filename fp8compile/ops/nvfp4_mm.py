@@ -6,7 +6,6 @@ lower that function if scales are in tiles. On a CPU the op multiplies the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from fp8compile import inductor
 from fp8compile._compat import OpOverload
-from fp8compile.formats import E2M1, E4M3, pack, unpack
+from fp8compile.formats import E2M1, E4M3, unpack
 from fp8compile.ops.registry import register_op
-from fp8compile.scale_layouts import tiled, untiled
+from fp8compile.scale_layouts import untiled
 from fp8compile.target import target_of
 
 __all__ = ["NV_BLOCK", "nvfp4_mm", "values_of_tiles"]
@@ -68,19 +67,6 @@ def _fake(*args: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    for m, k, n, dtype in ((16, 32, 32, torch.bfloat16), (144, 96, 16, torch.float32), (0, 32, 16, torch.bfloat16)):
-        sizes = [(16, (rows, k)) for rows in (m, n)] + [(120, (rows, k // NV_BLOCK)) for rows in (m, n)]
-        made = [torch.randint(top, size, generator=generator, dtype=torch.uint8) for top, size in sizes]
-        codes, scales = made[:2], made[2:]
-        outer = torch.tensor([0.37]), torch.tensor([1.9])
-        packed = [pack(each, 1) for each in codes]
-        if m == 144:
-            packed[0] = packed[0].t().contiguous().t()  # strides may be any
-        yield *packed, *(tiled(each).reshape(-1) for each in scales), *outer, dtype
-
-
 nvfp4_mm: OpOverload = register_op(
     "fp8compile::nvfp4_mm",
     _kernel,
@@ -88,6 +74,5 @@ nvfp4_mm: OpOverload = register_op(
     backward=None,
     decompose=None,  # one call on every device
     sharding=None,  # operands are laid out for one GPU
-    samples=_samples,
 )
 inductor.register_fallback(nvfp4_mm, contiguous=-1)

@@ -6,16 +6,14 @@ first read. On a GPU it is one Triton kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload, guard_or_false
-from fp8compile.ops import samples
 from fp8compile.ops.registry import register_kernel_op
-from fp8compile.quantizers import Quantizer, TwoLevelScaling
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["outer_amax_of_values", "outer_amaxes"]
 
@@ -46,16 +44,5 @@ def _launch(results: tuple[Tensor, ...], x: Tensor, rows: Any, columns: Any) -> 
     return amaxes_of_groups(x, None, rows, columns, *results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    row, pillar = TwoLevelScaling(), TwoLevelScaling(block=(16, 1), packed="columns")
-    turned = TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8)
-    for x in samples.matrices():
-        if x.ndim == 2:
-            yield x, row, pillar
-            yield x, row, turned
-
-
 # no sharding rule: ranks run the single steps instead, and reduce outer amaxes between them
-outer_amaxes: OpOverload = register_kernel_op(
-    "fp8compile::outer_amaxes", _step_by_step, fake=_fake, launch=_launch, samples=_samples
-)
+outer_amaxes: OpOverload = register_kernel_op("fp8compile::outer_amaxes", _step_by_step, fake=_fake, launch=_launch)

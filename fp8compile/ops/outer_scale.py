@@ -5,14 +5,11 @@ The amax of the whole tensor has its own op, because ranks that share a tensor r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload
-from fp8compile.ops import quantization_steps, samples
+from fp8compile.ops import quantization_steps
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding_rules import Cut, Split
@@ -24,13 +21,6 @@ __all__ = ["outer_amax", "two_scales"]
 # ---------------------------------------------------------------------------------- outer_amax
 
 
-def _amax_samples() -> Iterator[tuple[Any, ...]]:
-    special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
-    for quantizer in samples.two_level_quantizers():
-        for amax in (special[:, :4:3], special, special.t(), special[:0], special[0]):
-            yield amax, quantizer
-
-
 outer_amax: OpOverload = register_op(
     "fp8compile::outer_amax",
     quantization_steps.outer_amax,
@@ -38,7 +28,6 @@ outer_amax: OpOverload = register_op(
     backward=None,
     decompose=lambda amax, quantizer: quantizer.outer_amax(amax),
     sharding=lambda amax, quantizer: [Split((Cut(dim), None), ("max",)) for dim in range(amax.ndim)],
-    samples=_amax_samples,
 )
 
 # ---------------------------------------------------------------------------------- two_scales
@@ -56,11 +45,6 @@ def _scales_decompose(amax: Tensor, outer_amax: Tensor, quantizer: Quantizer) ->
     return realize(quantization_steps.block_multiplier(scale, outer, quantizer)), scale, outer
 
 
-def _scales_samples() -> Iterator[tuple[Any, ...]]:
-    for amax, quantizer in _amax_samples():
-        yield amax, quantizer.outer_amax(amax), quantizer
-
-
 two_scales: OpOverload = register_op(
     "fp8compile::two_scales",
     quantization_steps.two_scales,
@@ -70,5 +54,4 @@ two_scales: OpOverload = register_op(
     sharding=lambda amax, outer_amax, quantizer: [
         Split((Cut(dim), None, None), (dim, dim, None)) for dim in range(amax.ndim)
     ],
-    samples=_scales_samples,
 )

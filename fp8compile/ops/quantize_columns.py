@@ -7,7 +7,6 @@ by matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fp8compile._compat import OpOverload
 from fp8compile.kernels.programs import TILE
-from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.registry import register_kernel_op
@@ -69,23 +67,10 @@ def _sharding(x: Tensor, quantizer: Quantizer) -> list[Split]:
     return [Split((Cut(dim, unit), None), (dim, dim)) for dim, unit in enumerate(units)]
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    quantizers = (
-        CurrentScaling(block=(16, 1), scale="pow2"),
-        CurrentScaling(block=(32, 1), scale="e8m0_floor", format="e5m2"),
-    )
-    for x in samples.matrices():
-        if x.ndim == 2:
-            for quantizer in quantizers:
-                yield x, quantizer
-    yield torch.randn(3, 20, 40, generator=torch.Generator().manual_seed(0)), quantizers[0]
-
-
 quantize_columns: OpOverload = register_kernel_op(
     "fp8compile::quantize_columns",
     cast_along_columns,
     fake=empty_columns,
     launch=_launch,
     sharding=_sharding,
-    samples=_samples,
 )

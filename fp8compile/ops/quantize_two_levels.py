@@ -6,7 +6,6 @@ first code is computed (`fp8compile.ops.outer_amaxes`). Scales are in tiles, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,22 +91,7 @@ def _launch(results: Any, x: Tensor, row_amax: Tensor, column_amax: Tensor, rows
     return both_packed(x, (row_amax, column_amax), rows, columns, results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 5}
-    for shape, dtype in (((16, 32), torch.bfloat16), ((48, 144), torch.float32), ((0, 16), torch.float16)):
-        for turned in (
-            TwoLevelScaling(block=(16, 1), packed="columns"),
-            TwoLevelScaling(block=(16, 1), packed="columns", hadamard=(1, -1) * 8, **noisy),
-        ):
-            # a new matrix for each pair: Inductor can't compile two maxima of one matrix for a CPU (docs/upstream.md)
-            x = torch.randn(shape[::-1], generator=generator).to(dtype).t()
-            rows = TwoLevelScaling(rounding=turned.rounding, seed=turned.seed)
-            amaxes = (each.outer_amax(each.amax(x)).clone() for each in (rows, turned))
-            yield x, *amaxes, rows, turned
-
-
 # no sharding rule: ranks can't cut packed codes
 quantize_two_levels: OpOverload = register_kernel_op(
-    "fp8compile::quantize_two_levels", _step_by_step, fake=_empty_outputs, launch=_launch, samples=_samples
+    "fp8compile::quantize_two_levels", _step_by_step, fake=_empty_outputs, launch=_launch
 )

@@ -7,7 +7,6 @@ the quantizers' steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile._compat import OpOverload
-from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.cast import cast
 from fp8compile.ops.cast_transpose import LARGEST_BLOCK
@@ -71,16 +69,7 @@ def _launch(results: Any, weight: Tensor, first: Any, again: Quantizer) -> Any:
     return square_blocks(weight, first, results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    row, column = CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS, format="e5m2")
-    square = CurrentScaling(block=(16, 16), scale="pow2")
-    for x in samples.matrices():
-        if x.ndim == 2:
-            yield x, row, column
-            yield x, square, square
-
-
 # no sharding rule: layers whose weight is spread over ranks call the single steps instead
 quantize_weight: OpOverload = register_kernel_op(
-    "fp8compile::quantize_weight", step_by_step, fake=_fake, launch=_launch, samples=_samples
+    "fp8compile::quantize_weight", step_by_step, fake=_fake, launch=_launch
 )

@@ -1,7 +1,7 @@
 """register_op: register an operator with schema, kernel, derivative, decomposition and samples.
 
 The five arguments in `ARGUMENTS` must be given; all but ``samples`` may be None. If one is left out by mistake,
-register_op raises and says what to write.
+register_op raises and says what to write. Samples of this package's own ops are in `fp8compile.testing.samples`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class _Missing(Enum):
 
 
 MISSING = _Missing.ARGUMENT
+OURS = "fp8compile::"  # the namespace of this package's ops
 
 # for each argument, what to write if it was left out; for error messages
 ARGUMENTS = {
@@ -68,7 +69,7 @@ class Op:
         portable: The code that replaces the op in an exported program, or a string with the reason why there is none.
             None: ``decompose`` replaces the op, or ``impl`` if ``decompose`` is None.
         sharding: The sharding rule, or None.
-        samples: Returns argument tuples for tests.
+        samples: Returns argument tuples for tests; None for ops of this package.
         updates: Names of the arguments that the backward writes to; they do not have gradients.
     """
 
@@ -79,7 +80,7 @@ class Op:
     backward: Callable[..., Any] | None
     decompose: Callable[..., Any] | None
     sharding: Sharding | None
-    samples: Samples
+    samples: Samples | None
     updates: tuple[str, ...] = ()
     portable: Callable[..., Any] | str | None = None
 
@@ -113,12 +114,14 @@ def _check_known(name: str, unknown: Iterable[str]) -> None:
 
 
 def _check_given(name: str, given: dict[str, Any]) -> None:
+    if given["samples"] is MISSING and name.startswith(OURS):
+        given["samples"] = None
     if missing := [argument for argument in ARGUMENTS if given[argument] is MISSING]:
         lines = "".join(f" Write {argument}= {ARGUMENTS[argument]}." for argument in missing)
         raise TypeError(f"register_op: {name} lacks {', '.join(missing)}.{lines}")
     for argument, what in ARGUMENTS.items():
         value = given[argument]
-        if not callable(value) and (value is not None or argument == "samples"):
+        if not callable(value) and (value is not None or (argument == "samples" and not name.startswith(OURS))):
             raise TypeError(f"register_op: {name}: `{argument}` is {value!r}; it must be {what}.")
     if given["backward"] is not None and given["setup_context"] is None:
         raise TypeError(
@@ -292,7 +295,7 @@ def _no_backward(name: str) -> Callable[..., Any]:
     """Return the derivative of an op that has none: a function that raises."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        if not name.startswith("fp8compile::"):
+        if not name.startswith(OURS):
             raise RuntimeError(f"{name} has no derivative: it was registered with backward=None. Detach its inputs.")
         raise RuntimeError(
             f"{name} has no derivative. Among the ops with GEMMs, only fp8compile::linear and delayed_linear are "
@@ -317,7 +320,6 @@ def register_kernel_op(
     *,
     fake: Callable[..., Any],
     launch: Callable[..., Any],
-    samples: Samples,
     sharding: Sharding | None = None,
 ) -> OpOverload:
     """Register an op without derivative that is one kernel on a GPU.
@@ -338,7 +340,6 @@ def register_kernel_op(
         decompose=decompose,
         portable=steps,
         sharding=sharding,
-        samples=samples,
     )
     inductor.register_launch(op, launch)
     return op

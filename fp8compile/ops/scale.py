@@ -5,14 +5,11 @@ The op is separate, because ranks that share a block must agree on the block's a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload
-from fp8compile.ops import quantization_steps, samples
+from fp8compile.ops import quantization_steps
 from fp8compile.ops.inductor_hints import realize
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding_rules import along_every_dim
@@ -32,14 +29,6 @@ def _decompose(amax: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     return multiplier, quantization_steps.scale_of(multiplier, quantizer)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    special = torch.tensor([[0.0, 1e-45, 1e-39, 448.0], [3.4e38, torch.inf, torch.nan, 1.75]])
-    for quantizer in samples.quantizers():
-        yield special, quantizer
-        yield special.t(), quantizer
-        yield special[:0], quantizer
-
-
 scale: OpOverload = register_op(
     "fp8compile::scale",
     quantization_steps.scale,
@@ -47,5 +36,4 @@ scale: OpOverload = register_op(
     backward=None,
     decompose=_decompose,
     sharding=lambda amax, quantizer: along_every_dim(amax.ndim, inputs=1, outputs=2, others=1),
-    samples=_samples,
 )

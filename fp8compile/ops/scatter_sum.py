@@ -7,9 +7,6 @@ gradient sharded; the layer then quantizes the shard, and ranks gather codes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,12 +21,6 @@ def _kernel(x: Tensor, dim: int, recipe: Recipe) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    yield torch.arange(6.0).view(2, 3), 0, Recipe()
-    yield torch.arange(6.0).view(2, 3).t(), 1, Recipe()
-    yield torch.empty(0, 3), 0, Recipe()
-
-
 scatter_sum: OpOverload = register_op(
     "fp8compile::scatter_sum",
     _kernel,
@@ -38,5 +29,4 @@ scatter_sum: OpOverload = register_op(
     backward=lambda ctx, grad: (grad, None, None),
     decompose=_kernel,
     sharding=None,  # fp8compile.parallel.dtensor_layer redistributes DTensors
-    samples=_samples,
 )

@@ -8,7 +8,6 @@ Source: Bengio et al. 2013, arXiv:1308.3432 (the straight-through estimator).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from fp8compile._compat import OpOverload
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.sharding_rules import along_every_dim
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["straight_through"]
 
@@ -30,13 +29,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[1].dtype
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    for x in (torch.randn(5, 24, generator=generator), torch.randn(6, 4, generator=generator).t(), torch.empty(0, 8)):
-        yield x.round(), x, CurrentScaling()
-        yield x.round(), x.bfloat16(), CurrentScaling()
-
-
 straight_through: OpOverload = register_op(
     "fp8compile::straight_through",
     _kernel,
@@ -44,6 +36,5 @@ straight_through: OpOverload = register_op(
     backward=lambda ctx, grad: (None, grad.to(ctx.dtype), None),
     decompose=_kernel,
     sharding=lambda values, x, quantizer: along_every_dim(x.ndim, inputs=2, outputs=1, others=1),
-    samples=_samples,
     setup_context=_setup_context,
 )

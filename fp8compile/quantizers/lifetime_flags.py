@@ -22,7 +22,7 @@ BEFORE = {  # flag -> the lifetime that True and False stand for
 def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options in which ``weight_lifetime`` replaces the flags of earlier versions."""
     found = {name: each for name, each in options.items() if name not in BEFORE}
-    for name in BEFORE.keys() & options.keys():
+    for name in [flag for flag in BEFORE if flag in options]:
         lifetime = BEFORE[name][0 if options[name] else 1]
         warnings.warn(
             f"`{name}` was replaced, and will raise an error. Pass weight_lifetime={lifetime or 'call'!r} instead of "
@@ -40,9 +40,7 @@ def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def accepting(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in BEFORE:
-            if name in kwargs:
-                return function(*args, **lifetime_of_flags(kwargs))
-        return function(*args, **kwargs)
+        given = lifetime_of_flags(kwargs) if any(name in BEFORE for name in kwargs) else kwargs
+        return function(*args, **given)
 
     return accepting

@@ -102,14 +102,12 @@ class Recipe(Constant):
         weight_lifetime: How long the quantized data of a weight live. Results are bit-identical for the first three.
             ``"call"``: each GEMM quantizes the weight, and nothing is kept.
             ``"pass"``: compiled code on a GPU quantizes a weight for output and grad_input in one pass, and keeps the
-            result for the backward. The weight is then read once instead of twice. Until the backward, this takes one
-            byte of memory per element, or half a byte in four bits. Nothing is kept if a dim of the weight is not a
-            multiple of 32, under FSDP, which frees weights after the forward, or in a checkpointed region (except with
-            PyTorch 2.11).
-            ``"step"``: a layer caches its quantized weight between optimizer steps, instead of quantizing the weight
-            in each forward and backward of every micro-batch. The cache takes one byte of memory per element of the
-            weight (with FSDP2, of the rank's shard), or two bytes if output and grad_input quantize the weight
-            differently. See docs/memory.md.
+            result for the backward: the weight is read once instead of twice, for one byte of memory per element, or
+            half a byte in four bits. Nothing is kept if a dim of the weight is not a multiple of 32, under FSDP, which
+            frees weights after the forward, or in a checkpointed region (except with PyTorch 2.11).
+            ``"step"``: a layer caches its quantized weight between optimizer steps, instead of quantizing it in each
+            forward and backward of every micro-batch. The cache takes one byte per element of the weight (with FSDP2,
+            of the rank's shard), or two if output and grad_input quantize it differently. See docs/memory.md.
             ``"parameter"``: the quantized data are the parameter, without a copy in high precision; only
             ``fp8compile.convert`` creates such layers. See docs/parameters.md.
         dequantized_output: Whether the output GEMM multiplies dequantized values, rounded to the layer's dtype, in

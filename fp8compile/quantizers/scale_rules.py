@@ -84,10 +84,6 @@ def _quotient(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Ten
     return exact_quotient(fmt.max, _floored(amax, eps)).clamp(max=FLOAT32_MAX)
 
 
-def _clear_mantissa(x: Tensor) -> Tensor:
-    return (x.view(torch.int32) & FLOAT32_EXPONENT_MASK).view(torch.float32)
-
-
 def _one_where_empty(amax: Tensor, multiplier: Tensor, eps: float) -> Tensor:
     return multiplier if eps else torch.where(amax <= 0, constant(1.0, torch.float32, amax), multiplier)
 
@@ -105,7 +101,7 @@ def pow2(amax: Tensor, fmt: Float8Format | Float4Format, eps: float) -> Tensor:
 
     Multiplying by a power of two is exact. ``eps`` replaces smaller amaxes; ``fmt`` is the format of the codes.
     """
-    rounded_down = _clear_mantissa(_quotient(amax, fmt, eps))
+    rounded_down = (_quotient(amax, fmt, eps).view(torch.int32) & FLOAT32_EXPONENT_MASK).view(torch.float32)
     return nan_where_not_finite(amax, _one_where_empty(amax, rounded_down, eps))
 
 

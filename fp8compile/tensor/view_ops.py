@@ -49,10 +49,6 @@ def _whole(x: QuantizedTensor) -> QuantizedTensor:
     return _alias(aten.alias.default, x)
 
 
-def _is_packed(x: QuantizedTensor) -> bool:
-    return any(own.codes.shape != x.shape for own in x.stored())
-
-
 def _check_not_packed(func: Any, x: QuantizedTensor, own: Quantized) -> None:
     if own.codes.shape != x.shape:
         raise TypeError(
@@ -160,7 +156,7 @@ def _reshaped(
 def _view(func: Any, x: QuantizedTensor, *args: Any) -> QuantizedTensor:
     if args and not isinstance(args[0], int) and tuple(args[0]) == tuple(x.shape):
         return _whole(x)
-    if not _is_packed(x):
+    if all(own.codes.shape == x.shape for own in x.stored()):  # no byte has several codes
         return _reshaped(func, x, func(x.codes, *args).shape, lambda codes: func(codes, *args))
     # codes share bytes along rows, so the rows have to stay whole; infer the shape from values, not from codes
     shape = func(torch.empty(x.shape, device="meta"), *args).shape

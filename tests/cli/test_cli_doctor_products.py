@@ -19,7 +19,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from fp8compile.cli import doctor, doctor_product_process, doctor_products, main
-from fp8compile.ops.gemms.registration.self_test_cases import product_cases
+from fp8compile.cli.self_test_cases import product_cases
 from fp8compile.target import Target
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.program.products import PRODUCTS

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import fp8compile as f8
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing.bits import difference
 from fp8compile.testing.explain import explain
 from fp8compile.testing.explain.gpu_code import missing_gemm
+from fp8compile.testing.explain.recipe_support import recipe_support
 from fp8compile.testing.gpu.gpus import GPUS
 
 SQUARE, LINE = f8.recipes.mxfp8(weight_block=(32, 32)), f8.recipes.mxfp8()

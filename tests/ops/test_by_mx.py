@@ -15,12 +15,12 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.by_mx import BLOCKWISE_BY_MX, SCALED_BY_MX
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.selection import select_gemm
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import run_gpu_program
 from fp8compile.testing.explain import explain
 from fp8compile.testing.explain.graphs import GraphGemm, code_sizes
+from fp8compile.testing.explain.recipe_support import recipe_support
 from fp8compile.testing.explain.roofline import PEAKS, gemm_seconds
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.program.products import scaled_mm

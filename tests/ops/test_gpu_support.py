@@ -13,10 +13,10 @@ from torch import nn
 import fp8compile as f8
 from fp8compile.cli import doctor, doctor_checks, main
 from fp8compile.ops.gemms.selection import select_gemm
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GEMMS
 from fp8compile.target import Build, Target, pretend_target, target_of
 from fp8compile.testing.explain.gpu_code import missing_gemm
+from fp8compile.testing.explain.recipe_support import recipe_support
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
 

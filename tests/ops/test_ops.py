@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 import fp8compile as f8
 from fp8compile.ops import OPS, linear
 from fp8compile.ops.layer.operands import STEPS, Phase
+from fp8compile.testing.samples import samples_of
 
 NAMESPACE = "fp8compile::"
 RECIPE = f8.recipes.rowwise()
@@ -57,11 +58,11 @@ def _registered() -> set[str]:
 
 
 def _without_samples() -> set[str]:
-    return {name for name in _registered() if name not in OPS or not list(OPS[name].samples())}
+    return {name for name in _registered() if name not in OPS or not list(samples_of(OPS[name])())}
 
 
 def _samples(name: str) -> list[tuple]:
-    return list(OPS[name].samples())
+    return list(samples_of(OPS[name])())
 
 
 def _tensors(args: tuple) -> list[Tensor]:
@@ -145,7 +146,7 @@ def test_second_derivatives_raise_and_say_what_to_do(operand):
 
 @pytest.mark.parametrize("name", sorted(set(OURS) - set(differentiable)))
 def test_a_backward_through_an_op_without_derivative_raises(name):
-    args = next(args for args in OPS[name].samples() if all(t.numel() for t in _tensors(args)))
+    args = next(args for args in samples_of(OPS[name])() if all(t.numel() for t in _tensors(args)))
     args = tree_map_only(Tensor, lambda a: a.detach().requires_grad_() if a.is_floating_point() else a, args)
     result = _tensors_of(OPS[name].overload(*args))[0]
     if name == "fp8compile::add_pieces":  # of ops that observe, which detach what they count

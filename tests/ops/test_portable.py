@@ -13,6 +13,7 @@ from torch import nn
 import fp8compile as f8
 from fp8compile.ops.registry import OPS
 from fp8compile.testing.bits import difference, results
+from fp8compile.testing.samples import samples_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")  # torch.export uses what PyTorch deprecates
 
@@ -126,7 +127,7 @@ WITH_PORTABLE = sorted(name for name, op in OPS.items() if callable(op.portable)
 @pytest.mark.parametrize("name", WITH_PORTABLE)
 def test_what_stands_in_the_place_of_an_op_has_its_bits(name):
     op, compared = OPS[name], 0
-    for given in op.samples():
+    for given in samples_of(op)():
         if refusal(op, given) is not None:
             continue
         found, expected = (each(*given) for each in (op.portable, op.impl))
@@ -154,7 +155,7 @@ def test_what_stands_in_the_place_of_an_op_has_its_bits(name):
 def test_what_cannot_leave_this_package_says_so(name, words):
     op = OPS[f"fp8compile::{name}"]
     with pytest.raises(RuntimeError, match=f"fp8compile::{name} can't be decomposed") as error:
-        f8.ops.decompositions()[op.overload](*next(op.samples()))
+        f8.ops.decompositions()[op.overload](*next(samples_of(op)()))
     assert words in str(error.value)
 
 

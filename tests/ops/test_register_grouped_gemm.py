@@ -10,8 +10,8 @@ from fp8compile.library import register_grouped_gemm
 from fp8compile.ops.gemms.grouped.interface import REGISTERED_GROUPED
 from fp8compile.ops.gemms.grouped.table import BEFORE_OURS, _selected, selected_grouped_gemm
 from fp8compile.ops.groups.padding import group_of_rows, padded_length, row_of_columns
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GemmConfig
+from fp8compile.testing.explain.recipe_support import recipe_support
 
 ROW, COLUMN = f8.CurrentScaling(block=(1, -1)), f8.CurrentScaling(block=(-1, 1))
 CALLS = []

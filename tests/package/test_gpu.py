@@ -26,8 +26,8 @@ from fp8compile.ops import (
 )
 from fp8compile.ops.cast_transpose import two_casts
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GEMMS
+from fp8compile.testing.explain.recipe_support import recipe_support
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

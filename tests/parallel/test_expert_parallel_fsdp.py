@@ -86,7 +86,7 @@ def as_codes_and_not(kind, recipe):
     ("recipe", "said"),
     [
         (models.FOUR_BITS, "quantized data, separate for each pass"),
-        pytest.param("blockwise", "codes", marks=pytest.mark.slow),
+        pytest.param("blockwise", "quantized data", marks=pytest.mark.slow),
     ],
 )
 def test_experts_of_each_rank_are_gathered_as_codes(ranks, recipe, said):

@@ -204,11 +204,9 @@ def convert(
             with all layers after them. Blocks of several lists are concatenated. NVIDIA uses 0.15 for FP4 training.
         tail_recipe: Recipe of the tail, such as ``fp8compile.recipes.mxfp8()``; None for high precision.
         amax_group: The ranks over which amaxes are reduced for delayed scaling, as in ``fp8compile.Linear``.
-        weight_lifetime: How long the FP8 data of weights live: for a ``"call"``, a ``"pass"``, a ``"step"``, or as the
-            ``"parameter"``; see ``fp8compile.Recipe``. By default, what each recipe says. With ``"parameter"``, the
-            weights of layers and experts are stored as FP8 parameters, without a copy in high precision. The
-            parameters are then new objects. If forward and backward quantize the weight differently (rowwise, MX),
-            both copies are stored; see ``docs/parameters.md``.
+        weight_lifetime: How long the FP8 data of weights live, instead of what each recipe says; see
+            ``fp8compile.Recipe``. With ``"parameter"``, parameters are new objects. If forward and backward quantize
+            the weight differently (rowwise, MX), both copies are stored; see ``docs/parameters.md``.
         keep_initial: Whether to keep the high-precision values of FP8 parameters on the CPU, for
             ``fp8compile.MasterWeights`` to start from. With FSDP2, each rank keeps the values of its shards. For a
             weight on the meta device, this applies to the values written to it later.
@@ -257,8 +255,7 @@ def convert(
     to_quantize = {layer: own for layer, own in chosen.items() if makes_parameters(own)}
     if to_quantize:
         check_weights(model, to_quantize)
-        weights = [attrgetter(name)(layer) for layer in to_quantize for name in weight_names(layer)]
-        check_not_in_ddp(CONVERT, weights)
+        check_not_in_ddp(CONVERT, [attrgetter(name)(layer) for layer in to_quantize for name in weight_names(layer)])
     groups = _groups(model, chosen, again, share_outer_scale)
     shared = {layer for group in groups for layer in group}
     for layer, chosen_recipe in chosen.items():

@@ -15,6 +15,8 @@ from fp8compile.nn.parameter_uses.uses import Uses
 
 __all__ = ["uses_in_graph"]
 
+NUMBERS = int, float, torch.SymInt, torch.SymFloat
+
 
 def uses_in_graph(graph: fx.GraphModule, inputs: Sequence[Any], owners: Owners, traced: type[Any]) -> Uses:
     """Return how a graph that Dynamo made uses the parameters among its inputs.
@@ -59,7 +61,8 @@ class _Reading:
         arguments = [each for each in given if each in values]
         if all(values[each] is DATA for each in arguments):
             return DATA
-        value, met = result_of(node.target, [values[each] for each in arguments if not _is_number(each)])
+        known = [values[each] for each in arguments if not isinstance(each.meta.get("example_value"), NUMBERS)]
+        value, met = result_of(node.target, known)
         inner = next(_graphs_in(graph, node), None) if isinstance(node.target, HigherOrderOperator) else None
         if inner is not None:  # the inputs of the inner graph are the last arguments
             count = len(inner.graph.find_nodes(op="placeholder"))
@@ -73,10 +76,6 @@ class _Reading:
         cls = stack[-1][1] if stack else self.traced
         name = cls.rpartition(".")[2] if isinstance(cls, str) else cls.__name__
         return f"{name}.forward"
-
-
-def _is_number(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), (int, float, torch.SymInt, torch.SymFloat))
 
 
 def _graphs_in(graph: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphModule]:

@@ -22,7 +22,6 @@ Letters: N rows of this rank, M rows of its experts, K features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from fp8compile import _compat
 from fp8compile._compat import OpOverload
-from fp8compile.ops import samples
 from fp8compile.ops.collectives import all_to_all
 from fp8compile.ops.exchange.exchange_rows import BACK, THERE, exchange_rows
 from fp8compile.ops.exchange.message_format import packed, sent_as, unpacked, wire_width
@@ -119,24 +117,6 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dispatch(grad, *ctx.saved_tensors, ctx.rows, GRAD_INPUT.a, ctx.recipe, ctx.group), *[None] * 6
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `dispatch` for one rank; more ranks need processes (tests/parallel)."""
-    rows = torch.randn(12, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
-    counts = torch.tensor([[5, 0, 7]])
-    for index, recipe in enumerate(samples.recipes()):
-        yield rows, counts, counts, torch.tensor([[12], [12]]), None, (OUTPUT, GRAD_INPUT)[index % 2].a, recipe, ""
-        yield rows, counts, counts, None, 16, (GRAD_INPUT, OUTPUT)[index % 2].a, recipe, ""
-    none = torch.zeros_like(counts)
-    yield rows[:0], none, none, none[:, :2].t(), None, OUTPUT.a, recipe, ""
-    yield rows.float().t()[:8].t(), counts[:, :1], counts[:, :1], torch.tensor([[5], [5]]), 5, OUTPUT.a, Recipe(), ""
-
-
-def _combine_samples() -> Iterator[tuple[Any, ...]]:
-    for rows, sent, received, sizes, length, _, recipe, group in _samples():
-        grouped = rows[: int(sent.sum())] if sizes is not None else rows.repeat(2, 1)[:length]
-        yield grouped, sent, received, sizes, rows.shape[0], recipe, group
-
-
 dispatch: OpOverload = register_op(
     "fp8compile::dispatch",
     _dispatch,
@@ -145,7 +125,6 @@ dispatch: OpOverload = register_op(
     backward=_dispatch_backward,
     decompose=_dispatch,
     sharding=None,  # takes rows of this rank alone, never DTensors
-    samples=_samples,
 )
 
 combine: OpOverload = register_op(
@@ -156,7 +135,6 @@ combine: OpOverload = register_op(
     backward=_combine_backward,
     decompose=_combine,
     sharding=None,
-    samples=_combine_samples,
 )
 
 

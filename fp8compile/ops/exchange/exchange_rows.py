@@ -6,7 +6,6 @@ unbacked symbol on which no guard depends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,16 +36,6 @@ def _fake(rows: Tensor, sizes: Tensor, back: bool, length: int | None, group: st
     return rows.new_empty((received, *rows.shape[1:]))
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `exchange_rows` for one rank; tests/parallel has more ranks."""
-    rows = torch.arange(24, dtype=torch.uint8).view(6, 4)
-    yield rows[::2, :3], torch.tensor([[2], [3]]), THERE, 3, ""
-    for count in (6, 4, 0):
-        sizes = torch.tensor([[count], [count]])
-        yield rows, sizes, THERE, None, ""
-        yield rows[:count], sizes, BACK, 6, ""
-
-
 exchange_rows: OpOverload = register_op(
     "fp8compile::exchange_rows",
     _kernel,
@@ -56,7 +45,6 @@ exchange_rows: OpOverload = register_op(
     portable="the number of rows sent between ranks depends on the data. Export a model whose experts are all on one "
     "rank",
     sharding=None,  # takes rows of this rank alone, never DTensors
-    samples=_samples,
 )
 """Send rows to all ranks, and return the rows that all ranks sent to this one, in the order of ranks.
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,13 +17,6 @@ def _kernel(counter: Tensor, more: Tensor) -> Tensor:
     return found.clone(memory_format=torch.contiguous_format)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    yield torch.tensor(3), torch.tensor(4)
-    yield torch.tensor([3, 5]), torch.tensor([0, -1])
-    yield torch.arange(6).view(2, 3).t(), torch.ones(2, 3, dtype=torch.int64).t()
-    yield torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-
-
 counted: OpOverload = register_op(
     "fp8compile::counted",
     _kernel,
@@ -34,5 +24,4 @@ counted: OpOverload = register_op(
     backward=None,
     decompose=None,  # stays an op, because it checks at run time whether a backward is running
     sharding=None,
-    samples=_samples,
 )

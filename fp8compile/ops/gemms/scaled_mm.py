@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,12 +9,11 @@ from torch import Tensor
 
 from fp8compile._compat import OpOverload
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops import samples
 from fp8compile.ops.gemms.selection import multiply, selected_gemm
 from fp8compile.ops.registry import register_op
 from fp8compile.ops.rounding_barrier import rounded
 from fp8compile.ops.sharding_rules import Cut, Split
-from fp8compile.quantizers import GEMMS, GemmConfig, Quantizer
+from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.quantizers.check_returned import shape_said
 
 __all__ = ["as_sides", "multiply_operands", "outer_scales_of", "scaled_mm"]
@@ -70,11 +68,6 @@ def _decompose(*args: Any) -> Tensor:
     return rounded(product).to(out_dtype)  # Inductor would drop the product's rounding when it fuses a reader
 
 
-def _operand(x: Tensor, quantizer: Quantizer) -> Quantized:
-    multiplier = quantizer.multiplier(quantizer.amax(x))
-    return Quantized(codes=quantizer.cast(x, multiplier), scale=quantizer.scale_of(multiplier), quantizer=quantizer)
-
-
 def _sharding(*args: Any) -> list[Split]:
     _, _, _, _, a_quantizer, b_quantizer, *others = args
     (a_cut, a_grid), (b_cut, b_grid) = _outer_cut(0, a_quantizer.block[0]), _outer_cut(1, b_quantizer.block[1])
@@ -89,16 +82,6 @@ def _outer_cut(dim: int, block: int) -> tuple[Cut, Cut | None]:
     return (Cut(dim), None) if block == -1 else (Cut(dim, block), Cut(dim))
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for m, k, n, dtype in ((17, 24, 40, torch.bfloat16), (1, 32, 16, torch.float32), (0, 16, 16, torch.bfloat16)):
-        for recipe in samples.recipes():
-            quantizers: Any = recipe.quantizers(GEMMS[0])
-            a_quantizer, b_quantizer = quantizers
-            a = _operand(torch.randn(m, k), a_quantizer)
-            b = _operand(torch.randn(n, k), b_quantizer).t()
-            yield a.codes, b.codes, a.scale, b.scale, a.quantizer, b.quantizer, dtype, GemmConfig(), None, None
-
-
 scaled_mm: OpOverload = register_op(
     "fp8compile::scaled_mm",
     _kernel,
@@ -106,7 +89,6 @@ scaled_mm: OpOverload = register_op(
     backward=None,
     decompose=_decompose,
     sharding=_sharding,
-    samples=_samples,
 )
 
 

@@ -6,14 +6,10 @@ asserts on the device, and the host does not wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload, assert_on_device
-from fp8compile.ops import samples
 from fp8compile.ops.groups.padding import sizes_of_groups
 from fp8compile.ops.registry import register_op
 
@@ -41,13 +37,6 @@ def _fake(offsets: Tensor, rows: int) -> Tensor:
     return torch.empty_like(offsets)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for offsets in samples.offsets_of_groups():
-        yield offsets, 12
-    yield torch.empty(0, dtype=torch.int32), 12
-    yield torch.arange(8, dtype=torch.int32)[::2], 12
-
-
 checked_offsets: OpOverload = register_op(
     "fp8compile::checked_offsets",
     _kernel,
@@ -56,5 +45,4 @@ checked_offsets: OpOverload = register_op(
     decompose=None,
     portable=_portable,
     sharding=None,
-    samples=_samples,
 )

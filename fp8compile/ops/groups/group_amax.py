@@ -5,7 +5,6 @@ On a GPU the op is one Triton kernel. On a CPU it calls the quantizer's ``amax``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from fp8compile.ops.groups.kernel_support import check_has_kernel
 from fp8compile.ops.groups.padding import spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.samples import tokens
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["group_amax"]
 
@@ -44,12 +42,6 @@ def _launch(results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, quantizer: 
     return amax_of_groups(x, offsets, quantizer, *results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x, offsets in tokens():
-        yield x, offsets, CurrentScaling(block=(-1, 1))
-        yield x, offsets, CurrentScaling()
-
-
 group_amax: OpOverload = register_group_op(
-    "fp8compile::group_amax", _group_by_group, fake=_fake, portable=_portable, samples=_samples, launch=_launch
+    "fp8compile::group_amax", _group_by_group, fake=_fake, portable=_portable, launch=_launch
 )

@@ -6,7 +6,6 @@ each group's rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -14,13 +13,11 @@ from torch import Tensor
 from fp8compile._compat import OpOverload
 from fp8compile.ops.cast import empty_codes
 from fp8compile.ops.groups.export_masks import OF_BACKWARD
-from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.kernel_support import check_has_kernel
 from fp8compile.ops.groups.padding import alignment, padded_length, spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.samples import tokens
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["group_cast"]
 
@@ -44,23 +41,11 @@ def _launch(results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, multiplier:
     return cast_groups(x, offsets, multiplier, quantizer, alignment(quantizer), *results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    quantizers = (
-        CurrentScaling(block=(-1, 1)),
-        CurrentScaling(format="e5m2", scale="pow2"),
-        CurrentScaling(block=(-1, 1), format="e5m2", rounding="stochastic", seed=1),
-    )
-    for x, offsets in tokens():
-        for quantizer in quantizers:
-            yield x, offsets, quantizer.multiplier(group_amax(x, offsets, quantizer)), quantizer
-
-
 group_cast: OpOverload = register_group_op(
     "fp8compile::group_cast",
     _group_by_group,
     fake=_fake,
     portable=OF_BACKWARD,
-    samples=_samples,
     launch=_launch,
     strided=(0, 2),
 )

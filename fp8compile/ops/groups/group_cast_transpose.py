@@ -5,7 +5,6 @@ Rows after the last group get codes along rows, but none along tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from fp8compile.ops.groups.kernel_support import has_block_kernel
 from fp8compile.ops.groups.padding import alignment
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.samples import tokens
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["group_cast_transpose", "is_group_pair"]
 
@@ -57,13 +55,6 @@ def _launch(results: Any, x: Tensor, offsets: Tensor, rows: Any, columns: Any) -
     return groups_both_directions(x, offsets, rows, columns, alignment(columns), results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x, offsets in tokens():
-        yield x, offsets, CurrentScaling(block=(1, 16)), CurrentScaling(block=(16, 1), scale="pow2")
-        line = CurrentScaling(block=(1, 32), format="e5m2", scale="e8m0_rceil")
-        yield x, offsets, line, CurrentScaling(block=(32, 1), scale="e8m0_floor", eps=1e-6)
-
-
 group_cast_transpose: OpOverload = register_group_op(
-    "fp8compile::group_cast_transpose", _two_casts, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch
+    "fp8compile::group_cast_transpose", _two_casts, fake=_fake, portable=ON_GPU, launch=_launch
 )

@@ -6,8 +6,6 @@ A transform of the quantizer is applied before the amax. On a GPU the op is one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +16,10 @@ from fp8compile.ops.groups.export_masks import ON_GPU
 from fp8compile.ops.groups.padding import spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.outer_amaxes import outer_amax_of_values
-from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.quantizers.hadamard import GROUP
 
-__all__ = ["check_directions", "group_outer_amaxes", "is_two_level_pair", "quantizers_of", "two_level_samples"]
+__all__ = ["check_directions", "group_outer_amaxes", "is_two_level_pair", "quantizers_of"]
 
 DIRECTIONS = ("both", "rows", "tokens")
 
@@ -92,21 +89,10 @@ def _group_by_group(x: Tensor, offsets: Tensor, rows: Quantizer, columns: Quanti
     return amaxes
 
 
-def two_level_samples() -> Iterator[tuple[Any, ...]]:
-    """Yield sample arguments of `group_outer_amaxes`."""
-    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
-    line, pillar = TwoLevelScaling(**noisy), TwoLevelScaling(block=(GROUP, 1), packed="columns")
-    for number, (x, offsets) in enumerate(tokens()):
-        transformed = replace(pillar, hadamard=(1, -1) * 8, **noisy)
-        yield x, offsets, line, transformed, DIRECTIONS[number % 3]
-        yield x, offsets, *(replace(each, scale="torchao") for each in (line, pillar)), "both"
-
-
 group_outer_amaxes: OpOverload = register_group_op(
     "fp8compile::group_outer_amaxes",
     _group_by_group,
     fake=_fake,
     portable=ON_GPU,
-    samples=two_level_samples,
     launch=_launch,
 )

@@ -9,7 +9,6 @@ Each group begins a new block. On a GPU the op is one Triton kernel. On a CPU it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from fp8compile.ops.groups.kernel_support import check_has_kernel
 from fp8compile.ops.groups.padding import alignment, padded_length, spans
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.samples import tokens
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["empty_outputs", "group_quantize"]
 
@@ -58,17 +56,10 @@ def _launch(results: tuple[Tensor, ...], x: Tensor, offsets: Tensor, quantizer: 
     return quantize_groups(x, offsets, quantizer, alignment(quantizer), *results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x, offsets in tokens():
-        yield x, offsets, CurrentScaling(block=(16, 1))
-        yield x, offsets, CurrentScaling(block=(32, 1), format="e5m2", scale="e8m0_rceil", eps=1e-6)
-
-
 group_quantize: OpOverload = register_group_op(
     "fp8compile::group_quantize",
     _group_by_group,
     fake=empty_outputs,
     portable=OF_BACKWARD,
-    samples=_samples,
     launch=_launch,
 )

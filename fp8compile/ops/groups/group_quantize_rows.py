@@ -6,7 +6,6 @@ stacked weights for grad_input. On a GPU the op is one Triton kernel that reads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from fp8compile.ops.groups.kernel_support import has_group_kernel
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.ops.quantize_weight import COLUMNS, ROWS, is_weight_pair
-from fp8compile.ops.samples import tokens
-from fp8compile.quantizers import CurrentScaling, Quantizer
+from fp8compile.quantizers import Quantizer
 
 __all__ = ["QUANTIZE_ROWS", "group_quantize_rows", "is_row_pair"]
 
@@ -56,15 +54,8 @@ def _launch(results: Any, x: Tensor, offsets: Tensor, rows: Any, columns: Quanti
     return rows_of_groups(x, offsets, rows, results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x, offsets in tokens():
-        yield x, offsets, CurrentScaling(block=ROWS), CurrentScaling(block=COLUMNS)
-        line = CurrentScaling(block=ROWS, format="e5m2", scale="pow2", eps=1e-6)
-        yield x, offsets, line, CurrentScaling(block=COLUMNS, format="e5m2")
-
-
 group_quantize_rows: OpOverload = register_group_op(
-    "fp8compile::group_quantize_rows", _step_by_step, fake=_fake, portable=ON_GPU, samples=_samples, launch=_launch
+    "fp8compile::group_quantize_rows", _step_by_step, fake=_fake, portable=ON_GPU, launch=_launch
 )
 
 

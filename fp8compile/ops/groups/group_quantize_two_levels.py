@@ -9,7 +9,6 @@ features, which is rounded up to a multiple of 32 along rows. On a GPU this op i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from fp8compile.ops.groups.group_outer_amaxes import (
     check_directions,
     group_outer_amaxes,
     quantizers_of,
-    two_level_samples,
 )
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantize_two_levels import by_outer_amax
@@ -123,17 +121,11 @@ def _launch(
     return codes_of_groups(x, offsets, amaxes, *quantizers_of(rows, columns, directions), results)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for x, offsets, *how in two_level_samples():
-        yield x, offsets, group_outer_amaxes(x, offsets, *how), *how
-
-
 group_quantize_two_levels: OpOverload = register_group_op(
     "fp8compile::group_quantize_two_levels",
     _group_by_group,
     fake=_empty_outputs,
     portable=ON_GPU,
-    samples=_samples,
     launch=_launch,
 )
 

@@ -9,9 +9,6 @@ R is the number of tokens, C the number with padding, K the number of features. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,7 +18,6 @@ from fp8compile.ops.groups.group_quantize import empty_outputs
 from fp8compile.ops.groups.padding import alignment, group_to_read, spans, zero_behind
 from fp8compile.ops.groups.register_group_op import register_group_op
 from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
-from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import Quantizer, TwoLevelScaling
 from fp8compile.target import target_of
 
@@ -92,17 +88,6 @@ def _portable(x: Tensor, offsets: Tensor, quantizer: Quantizer, along_tokens: bo
     return zero_behind(codes, offsets), zero_behind(scale, ends), quantizer.outer_scale(largest)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    noisy: dict[str, Any] = {"rounding": "stochastic", "seed": 3}
-    for x, offsets in tokens():
-        yield x, offsets, TwoLevelScaling(packed="none", **noisy), False
-        yield x, offsets, TwoLevelScaling(block=(16, 1), packed="none", hadamard=(1, -1) * 8, **noisy), True
-        yield x, offsets, TwoLevelScaling(block=(16, 1), packed="none", scale="torchao"), True
-    stack = torch.randn(48, 24, generator=torch.Generator().manual_seed(0))
-    ends = torch.tensor([16, 48], dtype=torch.int32)
-    yield stack, ends, TwoLevelScaling(block=(16, 16), packed="none"), False
-
-
 group_two_levels: OpOverload = register_group_op(
-    "fp8compile::group_two_levels", _kernel, fake=_fake, portable=_portable, samples=_samples
+    "fp8compile::group_two_levels", _kernel, fake=_fake, portable=_portable
 )

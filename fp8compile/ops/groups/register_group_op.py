@@ -8,7 +8,7 @@ from typing import Any
 from fp8compile import inductor
 from fp8compile._compat import OpOverload
 from fp8compile.ops.by_launch import by_launch
-from fp8compile.ops.registry import Samples, register_op
+from fp8compile.ops.registry import register_op
 
 __all__ = ["register_group_op"]
 
@@ -19,7 +19,6 @@ def register_group_op(
     *,
     fake: Callable[..., Any],
     portable: Callable[..., Any] | str,
-    samples: Samples,
     launch: Callable[..., Any] | None = None,
     strided: tuple[int, ...] = (0,),
 ) -> OpOverload:
@@ -31,9 +30,7 @@ def register_group_op(
     """
     if launch is not None:
         impl = by_launch(impl, fake=fake, launch=launch, strided=strided)
-    op = register_op(
-        name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None, samples=samples
-    )
+    op = register_op(name, impl, fake=fake, backward=None, decompose=None, portable=portable, sharding=None)
     if launch is None:
         inductor.register_fallback(op)
     else:

@@ -6,10 +6,8 @@ sums each token's rows in a fixed order. PyTorch's gradient of ``x[order // top_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8compile._compat import OpOverload
@@ -42,14 +40,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return of_tokens, None, None, None
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for order in ([2, 0, 3, 1], [5, 0, 7, 1, 6, 2, 4, 3], []):
-        pairs = torch.tensor(order, dtype=torch.int64)
-        yield x[: len(order)], pairs, pairs.argsort(), Recipe()
-    yield x.float()[:, :1], torch.arange(12).flip(0), torch.arange(12).flip(0), Recipe()
-
-
 routed_rows: OpOverload = register_op(
     "fp8compile::routed_rows",
     _kernel,
@@ -58,5 +48,4 @@ routed_rows: OpOverload = register_op(
     backward=_backward,
     decompose=_kernel,
     sharding=None,
-    samples=_samples,
 )

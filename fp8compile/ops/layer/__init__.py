@@ -17,7 +17,7 @@ one_read.py                kernels that read a tensor once for two GEMMs
 gather_operands.py         gathers the shards of a tensor, or narrows a tensor to a shard
 fsdp_rows.py, fsdp_*.py    which rows FSDP's ranks have; amaxes, gathers and gradients of these rows
 observer.py                the hook through which `fp8compile.monitor` observes layers
-recipe_support.py, flop_formulas.py, samples.py   answers for reports, PyTorch's FLOP counter, and contracts
+flop_formulas.py           answers for PyTorch's FLOP counter
 """
 
 from fp8compile.ops.layer.gemm_ops import GEMM_OPS, LAYER_OPS

@@ -18,7 +18,6 @@ from fp8compile import _compat
 from fp8compile._compat import OpOverload
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer import output_and_gradients as gemms
-from fp8compile.ops.layer import samples
 from fp8compile.ops.layer.delayed_scaling_state import (
     amax_of,
     check_repeated_forward,
@@ -114,7 +113,6 @@ delayed_linear: OpOverload = register_layer_op(
     OUTPUT,
     _compute,
     fake=_empty,
-    samples=samples.delayed_samples,
     setup_context=_setup_context,
     backward=_backward,
     updates=("amax_history", "multiplier"),

@@ -5,8 +5,7 @@ Before the layers run, ranks reduce the contributions of all layers in one messa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from fp8compile._compat import OpOverload
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.ops.layer.fsdp_rows import Rows, placed_cuts, rows_cut
 from fp8compile.ops.layer.quantize_over_ranks import whole_amax
-from fp8compile.ops.layer.samples import weight_samples
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 
@@ -35,17 +33,6 @@ def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], sl
     return shard.new_empty(tuple(grid), dtype=torch.float32)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for index, (weight, recipe) in enumerate(weight_samples()):
-        own = weight.float()[: 0 if index % 5 == 4 else 40]
-        own = own.t().contiguous().t() if index % 2 else own
-        for slot in ("weight", "weight_for_grad_input"):
-            if (quantizer := getattr(recipe, slot)) is not None:
-                grid = list(quantizer.scale_shape((40 + own.shape[0], own.shape[1])))
-                rows = Rows(sizes=(40, own.shape[0]), rank=1, group="", replicas="", reduce_dtype="float32")
-                yield own, weight.dtype, rows, grid, slot, recipe
-
-
 fsdp_amax: OpOverload = register_op(
     "fp8compile::fsdp_amax",
     _kernel,
@@ -53,5 +40,4 @@ fsdp_amax: OpOverload = register_op(
     backward=None,
     decompose=_kernel,
     sharding=None,  # takes tensors of this rank alone, never DTensors
-    samples=_samples,
 )

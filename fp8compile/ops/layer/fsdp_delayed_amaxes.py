@@ -10,7 +10,6 @@ amax of grad_output. The token of the weight, (1,), is separate because its amax
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from fp8compile._compat import OpOverload
 from fp8compile.ops.collectives import all_reduce_amaxes, sent_in_backward
 from fp8compile.ops.layer.delayed_scaling_state import check_state, update_state
-from fp8compile.ops.layer.samples import delayed_samples
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Recipe
 from fp8compile.quantizers.constant import Constant
@@ -47,12 +45,6 @@ def _tokens_backward(ctx: Any, activations: Tensor | None, weight: Tensor | None
     return None, None, None, None
 
 
-def _tokens_samples() -> Iterator[tuple[Any, ...]]:
-    for x, *_, amax_history, multiplier, _, _, _, _, _, recipe in delayed_samples():
-        if amax_history is not None:
-            yield x, amax_history, multiplier, recipe
-
-
 fsdp_amax_carriers: OpOverload = register_op(
     "fp8compile::fsdp_amax_carriers",
     _tokens_kernel,
@@ -61,7 +53,6 @@ fsdp_amax_carriers: OpOverload = register_op(
     backward=_tokens_backward,
     decompose=_tokens_kernel,
     sharding=None,  # takes tensors of this rank alone, never DTensors
-    samples=_tokens_samples,
     updates=("amax_history", "multiplier"),
 )
 
@@ -93,12 +84,6 @@ def _together_backward(ctx: Any, amaxes: Tensor) -> tuple[Tensor, None]:
         return all_reduce_amaxes([amaxes], [ctx.groups.names])[0], None
 
 
-def _together_samples() -> Iterator[tuple[Any, ...]]:
-    yield torch.zeros(8), AmaxGroups(())
-    yield torch.zeros(12)[::3], AmaxGroups(())
-    yield torch.zeros(0), AmaxGroups(())
-
-
 fsdp_amaxes_together: OpOverload = register_op(
     "fp8compile::fsdp_amaxes_together",
     _together_kernel,
@@ -107,5 +92,4 @@ fsdp_amaxes_together: OpOverload = register_op(
     backward=_together_backward,
     decompose=_together_kernel,
     sharding=None,
-    samples=_together_samples,
 )

@@ -10,7 +10,6 @@ repeats the gather.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,11 +85,6 @@ def _reduce_fake(grad: Tensor, dtype: torch.dtype, rows: Rows) -> Tensor:
     return grad.new_empty((rows.sizes[rows.rank], *grad.shape[1:]), dtype=dtype)
 
 
-def _reduce_samples() -> Iterator[tuple[Any, ...]]:
-    for shard, dtype, rows in _samples():
-        yield torch.ones_like(shard, dtype=dtype), shard.dtype, rows
-
-
 fsdp_reduce: OpOverload = register_op(
     "fp8compile::fsdp_reduce",
     _reduce_kernel,
@@ -98,7 +92,6 @@ fsdp_reduce: OpOverload = register_op(
     backward=None,
     decompose=_reduce_kernel,
     sharding=None,  # takes tensors of this rank alone, never DTensors
-    samples=lambda: _reduce_samples(),
 )
 
 # ---------------------------------------------------------------------------------- the gather
@@ -123,13 +116,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return fsdp_reduce(grad, ctx.dtype, ctx.rows), None, None
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for shape in ((6,), (3, 4), (0, 4)):
-        for dtype in (torch.float32, torch.bfloat16):
-            yield torch.ones(shape), dtype, Rows.alone(shape[0])
-    yield torch.ones(4, 3).t(), torch.float16, Rows.alone(3, "float16")
-
-
 fsdp_gather: OpOverload = register_op(
     "fp8compile::fsdp_gather",
     _kernel,
@@ -138,5 +124,4 @@ fsdp_gather: OpOverload = register_op(
     backward=_backward,
     decompose=_kernel,
     sharding=None,
-    samples=_samples,
 )

@@ -28,10 +28,6 @@ __all__ = ["Part", "check_not_packed", "gather", "narrow"]
 Part = TypeVar("Part", Plain, Quantized)
 
 
-def _without(cuts: Sharding, index: int) -> Sharding:
-    return (*cuts[:index], None, *cuts[index + 1 :])
-
-
 def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
     """Return the index of the last group of ranks after ``index`` that also shards ``dim``, or None."""
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
@@ -69,7 +65,7 @@ def gather(part: Part, index: int) -> Part:
         )
     if (again := _cut_again(part.cuts, index, cut.dim)) is not None:
         return gather(gather(part, again), index)
-    whole = part.with_cuts(_without(part.cuts, index))
+    whole = part.with_cuts((*part.cuts[:index], None, *part.cuts[index + 1 :]))
     if isinstance(part, Plain):
         return replace(whole, local=all_gather(part.local, cut.dim, cut.sizes, cut.group))
     codes, scale, outer_scale = _gathered_codes(part, cut), _gathered_scale(part, cut), part.outer_scale

@@ -23,7 +23,6 @@ from torch import Tensor
 from fp8compile import _compat
 from fp8compile._compat import OpOverload
 from fp8compile.ops.layer import output_and_gradients as gemms
-from fp8compile.ops.layer import samples
 from fp8compile.ops.layer.known import Known
 from fp8compile.ops.layer.layer_args import LayerArgs, check_layer
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Phase
@@ -95,7 +94,6 @@ grad_input: OpOverload = register_layer_op(
     gemms.grad_input,
     fake=_empty_grad_input,
     backward=None,
-    samples=samples.grad_input_samples,
 )
 
 
@@ -111,7 +109,6 @@ grad_weight: OpOverload = register_layer_op(
     gemms.grad_weight,
     fake=_empty_grad_weight,
     backward=None,
-    samples=samples.grad_weight_samples,
 )
 
 
@@ -188,7 +185,6 @@ linear: OpOverload = register_layer_op(
     OUTPUT,
     gemms.output,
     fake=_empty_linear,
-    samples=samples.linear_samples,
     setup_context=lambda ctx, inputs, output: keep_operands(ctx, inputs),
     backward=_backward,
     prepare=_prepare,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from fp8compile._compat import OpOverload
 from fp8compile.layout.four_bit_packing import packed_dim, with_a_code_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized
 from fp8compile.layout.shapes import codes_shape, scale_shapes
-from fp8compile.ops import samples
 from fp8compile.ops.layer.operands import WEIGHT_SLOTS, Operands, Phase, as_summed, packed_along
 from fp8compile.ops.registry import register_op
 from fp8compile.quantizers import Quantizer, Recipe
@@ -86,20 +84,6 @@ def _fake(weight: Tensor, slot: str, recipe: Recipe) -> tuple[Tensor, Tensor, Te
     )
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    for recipe in samples.recipes():
-        for weight in (
-            torch.randn(40, 24, generator=generator).bfloat16(),
-            torch.randn(24, 40, generator=generator).t(),
-            torch.randn(3, 20, 24, generator=generator).bfloat16(),
-            torch.randn(0, 24, generator=generator),
-        ):
-            for slot in WEIGHT_SLOTS:
-                if getattr(recipe, slot) is not None:
-                    yield weight, slot, recipe
-
-
 weight_codes: OpOverload = register_op(
     "fp8compile::weight_codes",
     _kernel,
@@ -107,5 +91,4 @@ weight_codes: OpOverload = register_op(
     backward=None,
     decompose=_decompose,
     sharding=None,  # codes that live for a step are those of whole weights
-    samples=_samples,
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8compile.ops.registry import Op
 from fp8compile.testing.contracts.contract import shown
+from fp8compile.testing.samples import samples_of
 
 __all__ = ["all_samples", "filled", "samples_on", "some_samples", "tensors_of", "without_nan"]
 
@@ -25,7 +26,7 @@ def all_samples(op: Op) -> tuple[tuple[Any, ...], ...]:
     Raises:
         TypeError: The op yields something other than tuples of impl's arguments.
     """
-    samples, parameters = list(op.samples()), inspect.signature(op.impl).parameters
+    samples, parameters = list(samples_of(op)()), inspect.signature(op.impl).parameters
     defaults = [each.default for each in parameters.values()]
     given: list[Any] = samples or [None]
     for args in given:

@@ -12,8 +12,8 @@ from fp8compile.nn.convertible.convertible_layers import device_of, is_converted
 from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import Recipe
+from fp8compile.testing.explain.recipe_support import recipe_support
 
 __all__ = ["emulation_note"]
 

@@ -19,11 +19,11 @@ from fp8compile.nn.experts.converted_class import ConvertedExperts
 from fp8compile.nn.experts.known_modules import layout_of
 from fp8compile.ops.gemms.grouped.table import grouped_calls
 from fp8compile.ops.gemms.table import multiplying_calls
-from fp8compile.ops.layer.recipe_support import GemmSupport, recipe_support
 from fp8compile.target import pretend_target
 from fp8compile.testing.explain.capture import Recorded
 from fp8compile.testing.explain.equal_blocks import EqualBlocks, equal_blocks, shortened
 from fp8compile.testing.explain.module_stack import Names, layer_of_stack
+from fp8compile.testing.explain.recipe_support import GemmSupport, recipe_support
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.gpu.schedule import Schedule, ScheduledLaunch, operator_of, schedule

@@ -14,10 +14,10 @@ import torch
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
 from fp8compile.ops.gemms.selection import ALIGNMENT
-from fp8compile.ops.layer.recipe_support import recipe_support
 from fp8compile.quantizers import GEMMS, TENSORS, Gemm, Recipe
 from fp8compile.target import pretend_target
 from fp8compile.testing.explain.graphs import code_sizes, multiplied
+from fp8compile.testing.explain.recipe_support import recipe_support
 from fp8compile.testing.explain.roofline import Peaks, least_seconds
 from fp8compile.testing.gpu.gpus import Gpu
 from fp8compile.testing.numerics.layer_calls import LayerCall

@@ -10,7 +10,6 @@ lacks this GEMM on some GPUs. On a CPU it calls the CPU's GEMM for each group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ from fp8compile.ops.by_launch import by_launch
 from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
 from fp8compile.ops.gemms.grouped.interface import product_shape
 from fp8compile.ops.groups.export_masks import ON_GPU
-from fp8compile.ops.groups.group_quantize import group_quantize
-from fp8compile.ops.groups.padding import TOKEN_ALIGNMENT, padded_length
+from fp8compile.ops.groups.padding import TOKEN_ALIGNMENT
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.samples import tokens
 from fp8compile.quantizers import CurrentScaling, GemmConfig
 
 __all__ = ["grouped_blockwise_mm"]
@@ -89,26 +86,6 @@ def _kernel(
     return found
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    line, tile, pillar = (CurrentScaling(block=block) for block in ((1, BLOCK), (BLOCK, BLOCK), (BLOCK, 1)))
-    for x, offsets in tokens():
-        rows, k = x.shape
-        matrices, scale = torch.randint(0, 120, (offsets.shape[0], 20, k), dtype=torch.uint8), torch.rand(rows, 1)
-        of_matrices = torch.rand(offsets.shape[0], *tile.scale_shape((20, k)))
-        codes = line.cast(x, line.multiplier(line.amax(x))).contiguous()
-        yield codes, matrices, scale, of_matrices, offsets, "e4m3", "e5m2", torch.bfloat16
-        again = torch.randint(0, 120, (offsets.shape[0], 20, k), dtype=torch.uint8)
-        yield codes, again, scale, torch.rand(offsets.shape[0], 20, 1), offsets, "e4m3", "e4m3", torch.float32
-        codes, scale = group_quantize(x, offsets, pillar)
-        yield codes, codes[: k // 2], scale, scale[:, : k // 2], offsets, "e4m3", "e4m3", torch.bfloat16
-        groups, whole = offsets.shape[0], ("e5m2", "e4m3", torch.bfloat16, -1)
-        codes = torch.randint(0, 120, (rows, k), dtype=torch.uint8)
-        yield codes, matrices, torch.rand(rows, 1), torch.rand(groups, 20, 1), offsets, *whole
-        columns = padded_length(rows, groups, TOKEN_ALIGNMENT)
-        codes = torch.randint(0, 120, (k, columns), dtype=torch.uint8)
-        yield codes, codes[:8], torch.rand(groups, k), torch.rand(groups, 1), offsets, *whole
-
-
 grouped_blockwise_mm: OpOverload = register_op(
     "fp8compile::grouped_blockwise_mm",
     _kernel,
@@ -117,6 +94,5 @@ grouped_blockwise_mm: OpOverload = register_op(
     decompose=None,
     portable=ON_GPU,
     sharding=None,
-    samples=_samples,
 )
 inductor.register_launch(grouped_blockwise_mm, _launch, strided=STRIDED)

@@ -10,15 +10,13 @@ group, never read them, and take every dtype on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fp8compile import inductor
 from fp8compile._compat import OpOverload
-from fp8compile.ops import samples
 from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import padded_features
 from fp8compile.ops.groups.export_masks import OF_BACKWARD, masks_of_groups
 from fp8compile.ops.groups.padding import spans, zero_behind, zero_where_empty
@@ -83,17 +81,6 @@ def _portable(a: Tensor, b: Tensor, offsets: Tensor, config: GemmConfig) -> Tens
     return product
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    for offsets in samples.offsets_of_groups():
-        for dtype in (torch.bfloat16, torch.float32):
-            a = torch.randn(12, 24).to(dtype)
-            a[int(offsets[-1]) :] = torch.nan
-            yield a, torch.randn(3, 20, 24).to(dtype), offsets, GemmConfig()
-            yield a, torch.randn(12, 21).to(dtype), offsets, GemmConfig()
-    yield torch.randn(24, 12).t(), torch.randn(3, 24, 20).transpose(1, 2), offsets + 12, GemmConfig()
-    yield a[:0], torch.randn(3, 20, 24), offsets, GemmConfig()  # the last offsets: all groups are empty
-
-
 grouped_mm: OpOverload = register_op(
     "fp8compile::grouped_mm",
     _kernel,
@@ -102,7 +89,6 @@ grouped_mm: OpOverload = register_op(
     decompose=_apart_on_gpu(_kernel),
     portable=_portable,
     sharding=None,
-    samples=_samples,
 )
 inductor.register_fallback(grouped_mm)
 
@@ -116,12 +102,6 @@ def _sum_kernel(a: Tensor, offsets: Tensor, config: GemmConfig) -> Tensor:
     return _by_torch(a, a.new_ones((a.shape[0], ALIGNMENT)), offsets)[:, :, 0].contiguous()
 
 
-def _sum_samples() -> Iterator[tuple[Any, ...]]:
-    for a, b, offsets, config in _samples():
-        if b.ndim == 3:
-            yield a, offsets, config
-
-
 group_sum: OpOverload = register_op(
     "fp8compile::group_sum",
     _sum_kernel,
@@ -130,6 +110,5 @@ group_sum: OpOverload = register_op(
     decompose=_apart_on_gpu(_sum_kernel),
     portable=OF_BACKWARD,
     sharding=None,
-    samples=_sum_samples,
 )
 inductor.register_fallback(group_sum)

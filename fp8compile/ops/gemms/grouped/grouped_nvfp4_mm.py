@@ -21,13 +21,9 @@ from fp8compile._compat import OpOverload
 from fp8compile.formats import E4M3
 from fp8compile.ops.gemms.grouped.interface import product_shape
 from fp8compile.ops.groups.export_masks import ON_GPU
-from fp8compile.ops.groups.four_bit_tiles import tile_ends
-from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.nvfp4_mm import BLOCK_1X16, NO_SWIZZLE, NV_BLOCK, SWIZZLE_32_4_4, TENSOR_WISE, values_of_tiles
 from fp8compile.ops.registry import register_op
-from fp8compile.ops.samples import tokens
-from fp8compile.quantizers import TwoLevelScaling
-from fp8compile.scale_layouts import TILE_ROWS, tiles_numel
+from fp8compile.scale_layouts import tiles_numel
 from fp8compile.target import target_of
 
 __all__ = ["grouped_nvfp4_mm"]
@@ -112,21 +108,6 @@ def _fake(*args: Any) -> Tensor:
     return a.new_empty(product_shape(a, b, offsets), dtype=out_dtype)
 
 
-def _samples() -> Iterator[tuple[Any, ...]]:
-    line, pillar = TwoLevelScaling(), TwoLevelScaling(block=(NV_BLOCK, 1), packed="columns")
-    generator = torch.Generator().manual_seed(0)
-    for x, offsets in tokens():
-        codes, scale, outer, *turned = quantize_groups_in_two_levels(x, offsets, line, pillar, "both")
-        groups, (features, row_bytes) = offsets.shape[0], (16, codes.shape[1])
-        matrices = torch.randint(256, (groups, row_bytes, features), generator=generator, dtype=torch.uint8)
-        size = tiles_numel(features, row_bytes * 2 // NV_BLOCK)
-        scales = torch.randint(120, (groups, size), generator=generator, dtype=torch.uint8)
-        yield codes, matrices.transpose(1, 2), scale, scales, outer, torch.rand(groups), offsets, torch.bfloat16
-        half = features // 2  # codes of fewer rows than their tiles have
-        of_half = turned[0][:half], turned[1][:TILE_ROWS]
-        yield of_half[0], turned[0], of_half[1], turned[1], turned[2], turned[2], tile_ends(offsets), torch.float32
-
-
 grouped_nvfp4_mm: OpOverload = register_op(
     "fp8compile::grouped_nvfp4_mm",
     _kernel,
@@ -135,6 +116,5 @@ grouped_nvfp4_mm: OpOverload = register_op(
     decompose=None,  # one call on every device
     portable=ON_GPU,
     sharding=None,  # operands are laid out for one GPU
-    samples=_samples,
 )
 inductor.register_fallback(grouped_nvfp4_mm, contiguous=-1)

@@ -9,7 +9,6 @@ group without tokens, are zeros in the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,15 +17,13 @@ from torch import Tensor
 from fp8compile import inductor
 from fp8compile._compat import OpOverload
 from fp8compile.layout.quantized import Quantized
-from fp8compile.ops import samples
 from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE, every_row
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm, product_shape
 from fp8compile.ops.gemms.grouped.table import selected_grouped_gemm
 from fp8compile.ops.gemms.scaled_mm import as_sides, outer_scales_of
 from fp8compile.ops.groups.export_masks import OF_BACKWARD
-from fp8compile.ops.groups.padding import padded_length
 from fp8compile.ops.registry import register_op
-from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, transposed
+from fp8compile.quantizers import GemmConfig, Quantizer, transposed
 
 __all__ = ["multiply_groups", "scaled_grouped_mm"]
 
@@ -81,38 +78,6 @@ def _portable(*args: Any) -> Tensor:
     return every_row(left, right, offsets, *how[2:])
 
 
-def _quantized(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    multiplier = quantizer.multiplier(quantizer.amax(x))
-    return quantizer.cast(x, multiplier), quantizer.scale_of(multiplier)
-
-
-def _samples() -> Iterator[tuple[Any, ...]]:
-    last = torch.bfloat16, GemmConfig()
-    for offsets in samples.offsets_of_groups():
-        for block_a, block_b in ((1, -1), (1, -1)), ((1, 16), (16, 16)), ((-1, -1), (-1, -1)):
-            of_a, of_b = CurrentScaling(block=block_a), CurrentScaling(block=block_b)
-            a, a_scale = _quantized(torch.randn(12, 24), CurrentScaling(block=(1, block_a[1])))
-            b, b_scale = zip(*[_quantized(each, of_b) for each in torch.randn(3, 20, 24)], strict=True)
-            yield a, torch.stack(b), a_scale, torch.stack(b_scale), offsets, of_a, of_b, *last
-        columns, of_tokens = padded_length(12, 3, 16), CurrentScaling(block=(-1, 1))
-        x, y = (torch.randint(0, 120, (features, columns), dtype=torch.uint8) for features in (20, 24))
-        yield x, y, torch.rand(3, 20), torch.rand(3, 24), offsets, of_tokens, of_tokens, *last
-    row, weight = CurrentScaling(block=(1, -1)), torch.zeros(3, 20, 24, dtype=torch.uint8)
-    no_rows = torch.empty(0, 24, dtype=torch.uint8), weight, torch.empty(0, 1), torch.ones(3, 20, 1)
-    yield *no_rows, offsets, row, row, *last  # the last offsets: all groups are empty
-    turned = torch.randint(0, 120, (24, 12), dtype=torch.uint8).t()
-    yield (
-        turned,
-        weight.transpose(1, 2).contiguous().transpose(1, 2),
-        torch.ones(12, 1),
-        no_rows[3],
-        offsets,
-        row,
-        row,
-        *last,
-    )
-
-
 scaled_grouped_mm: OpOverload = register_op(
     "fp8compile::scaled_grouped_mm",
     _kernel,
@@ -121,7 +86,6 @@ scaled_grouped_mm: OpOverload = register_op(
     decompose=_decompose,
     portable=_portable,
     sharding=None,
-    samples=_samples,
 )
 inductor.register_fallback(scaled_grouped_mm)
 

@@ -1,1 +1,1 @@
-"""Registration of GEMMs of other packages, with the self tests that a GEMM has to pass."""
+"""Registration of GEMMs of other packages."""

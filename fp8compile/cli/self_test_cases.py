@@ -14,12 +14,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from fp8compile.cli import self_test_operands as exact
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms import table
 from fp8compile.ops.gemms.grouped import table as grouped
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm
 from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
-from fp8compile.ops.gemms.registration import self_test_operands as exact
 from fp8compile.ops.groups.padding import spans
 from fp8compile.quantizers import CurrentScaling, GemmConfig, Quantizer, TwoLevelScaling, transposed
 from fp8compile.target import Target, pretend_target

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fp8compile._compat import cpu_has_rowwise_gemm
+from fp8compile.cli import self_test_operands as exact
+from fp8compile.cli.self_test_cases import _operands, product_cases
 from fp8compile.ops.gemms.emulated import EMULATED
 from fp8compile.ops.gemms.gpu_support import PRODUCTS
 from fp8compile.ops.gemms.grouped.cpu_loop import ONE_BY_ONE
 from fp8compile.ops.gemms.grouped.table import NATIVE as GROUPED
 from fp8compile.ops.gemms.interface import GemmKernel
-from fp8compile.ops.gemms.registration import self_test_operands as exact
-from fp8compile.ops.gemms.registration.self_test_cases import _operands, product_cases
 from fp8compile.ops.gemms.table import NATIVE
 from fp8compile.ops.groups.padding import spans
 from fp8compile.quantizers import TwoLevelScaling

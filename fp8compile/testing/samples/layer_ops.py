@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fp8compile.ops import samples
 from fp8compile.ops.amax import amax
 from fp8compile.ops.layer.fsdp_rows import Rows
 from fp8compile.ops.layer.known import Known
@@ -16,6 +15,7 @@ from fp8compile.ops.layer.layer_args import LayerArgs
 from fp8compile.ops.layer.layer_sharding import UNSHARDED, OverFsdp, OverGroup
 from fp8compile.ops.layer.make_weight_codes import sets_of_weight
 from fp8compile.quantizers import CurrentScaling, DelayedScaling, Recipe
+from fp8compile.testing.samples import inputs
 
 __all__ = [
     "delayed_samples",
@@ -31,8 +31,8 @@ Sample = tuple[Any, ...]
 
 def _dense() -> Iterator[Sample]:
     generator = torch.Generator().manual_seed(0)
-    for x in samples.matrices():
-        for recipe in samples.recipes():
+    for x in inputs.matrices():
+        for recipe in inputs.recipes():
             weight = torch.randn(40, x.shape[-1], generator=generator).to(x.dtype)
             yield x, weight, torch.ones(40, dtype=x.dtype), None, [], [], UNSHARDED, recipe
     yield x, weight, None, None, [], [], UNSHARDED, recipe
@@ -40,12 +40,12 @@ def _dense() -> Iterator[Sample]:
 
 def _grouped() -> Iterator[Sample]:
     generator = torch.Generator().manual_seed(0)
-    for recipe in samples.recipes():
-        for offs in samples.offsets_of_groups():
+    for recipe in inputs.recipes():
+        for offs in inputs.offsets_of_groups():
             x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((12, 24), (3, 20, 24)))
             x[int(offs[-1]) :] = torch.nan
             yield x, weight, torch.ones(3, 20, dtype=x.dtype), offs, [], [], UNSHARDED, recipe
-    # here `offs` is the last of samples.offsets_of_groups(), whose groups have no rows
+    # here `offs` is the last of inputs.offsets_of_groups(), whose groups have no rows
     tail: Sample = ([], [], UNSHARDED, recipe)
     yield x.float(), weight.float().transpose(1, 2).contiguous().transpose(1, 2), None, offs, *tail
     yield x[:0], weight, None, offs, *tail
@@ -116,7 +116,7 @@ def _recipes() -> Iterator[Recipe]:
 def _with_multiplier() -> Iterator[Sample]:
     """Yield what a layer with delayed scaling passes to the ops of its gradients, by the arguments of `linear`."""
     generator = torch.Generator().manual_seed(0)
-    for x in samples.matrices():
+    for x in inputs.matrices():
         for recipe in _recipes():
             weight, known = torch.randn(40, x.shape[-1], generator=generator).to(x.dtype), _multiplier()
             yield x, weight, torch.ones(40, dtype=x.dtype), None, known, [], UNSHARDED, recipe
