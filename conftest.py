@@ -21,6 +21,7 @@ pytest_plugins = ["pytester"]
 
 # xdist runs a worker a core; the tests' tensors are small
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Inductor takes the CPU's instructions from /proc/cpuinfo; else it also compiles four programs for each cache folder
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

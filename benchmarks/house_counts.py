@@ -20,7 +20,7 @@ __all__ = ["BUDGET", "ROOMS", "counts", "over_budget"]
 ROOMS = ("testing", "cli", "integrations", "export", "saved_tensors", "optim", "monitor")
 # The most lines that the core may have, above which `make lint` fails. Raising one is a commit of its own, with its
 # reason.
-BUDGET = {"core: lines": 31_999, "core: lines of code": 19_589}
+BUDGET = {"core: lines": 32_000, "core: lines of code": 19_590}
 PRIVATE = re.compile(r"\btorch(?:\.\w+)*\._[a-z]\w*")
 MAY_NAME_PRIVATE = ("_compat", "inductor")
 

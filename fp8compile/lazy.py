@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Any
 
 from fp8compile import _compat
@@ -28,7 +29,8 @@ def __getattr__(name: str) -> Any:
     if name in FUNCTIONS:
         return getattr(importlib.import_module(f"{PACKAGE}.{FUNCTIONS[name]}"), name)
     if name in RENAMED:
-        raise AttributeError(f"{PACKAGE}.{name} was renamed to {PACKAGE}.{RENAMED[name]}.")
+        warnings.warn(f"{name} was renamed to {PACKAGE}.{RENAMED[name]}.", FutureWarning, stacklevel=2)
+        return getattr(sys.modules[PACKAGE], RENAMED[name])
     raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
 
 

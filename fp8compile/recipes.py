@@ -352,7 +352,7 @@ def nvfp4(
         input=line,
         weight=weight,
         emulate=emulate,
-        weight_lifetime=weight_lifetime or (PASS if is_shared else CALL),
+        weight_lifetime=(PASS if is_shared else CALL) if weight_lifetime is None else weight_lifetime,
         dequantized_gradients=backward == "dequantized",
         **taken,
     )

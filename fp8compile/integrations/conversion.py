@@ -41,8 +41,9 @@ class Conversion:
         """Whether conversion creates FP8 parameters; False if a function chooses recipes, which is not called here."""
         if (lifetime := lifetime_of_flags(self.options).get("weight_lifetime")) is not None:
             return lifetime == PARAMETER
-        recipes = self.recipe.values() if isinstance(self.recipe, Mapping) else (self.recipe,)
-        return any(isinstance(each, Recipe) and each.weight_lifetime == PARAMETER for each in recipes)
+        given = self.recipe.values() if isinstance(self.recipe, Mapping) else (self.recipe,)
+        recipes = [each for each in (*given, self.options.get("tail_recipe")) if isinstance(each, Recipe)]
+        return any(each.weight_lifetime == PARAMETER for each in recipes)
 
     def apply(self, model: nn.Module, *, sharded: bool, checkpointed: bool) -> nn.Module:
         """Convert a model in place and return it; it must be neither compiled nor sharded yet.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from fp8compile.quantizers import PASS, STEP, CurrentScaling, DelayedScaling, Recipe, TwoLevelScaling
+from fp8compile.quantizers import CurrentScaling, DelayedScaling, Recipe, TwoLevelScaling, lifetime_of_flags
 from fp8compile.quantizers.constant import Constant
 from fp8compile.recipes import by_name
 
@@ -29,12 +29,6 @@ def _to_json(value: Any) -> Any:
     return {CLASS: name, **{each.name: _to_json(getattr(value, each.name)) for each in fields(value)}}
 
 
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a recipe with ``weight_lifetime`` for the two flags that earlier versions wrote."""
-    kept, cached = given.pop("keep_weight_codes", False), given.pop("cache_weights", False)
-    return {"weight_lifetime": STEP if cached else PASS, **given} if kept or cached else given
-
-
 def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
@@ -46,7 +40,7 @@ def _from_json(value: Any) -> Any:
             f"a recipe in JSON has the class {name!r}; it must be one of {', '.join(CLASSES)}. Was it written by "
             "another version of fp8compile?"
         )
-    given = _renamed({key: _from_json(each) for key, each in value.items() if key != CLASS})
+    given = lifetime_of_flags({key: _from_json(each) for key, each in value.items() if key != CLASS})
     known = [each.name for each in fields(CLASSES[name])]
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(

@@ -7,7 +7,6 @@ save_pretrained: the state dict, with codes where parameters are quantized; conf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fp8compile.nn import convert
 from fp8compile.nn.convertible.convertible_layers import is_converted, layers, weight_names
 from fp8compile.nn.layer.codes_in_state import ENDS, PARTS
 from fp8compile.nn.weights.quantize_weights import check_weights, quantizers_of_sets
-from fp8compile.quantizers import CALL, PARAMETER, Recipe
+from fp8compile.quantizers import CALL, PARAMETER, Recipe, lifetime_of_flags
 from fp8compile.tensor import QuantizedParameter
 
 __all__ = ["F8Config", "F8Quantizer"]
@@ -64,8 +63,8 @@ class F8Config(QuantizationConfigMixin):
         share_outer_scale: Any = False,
         **others: Any,
     ) -> None:
-        if others.pop("quantized_parameters", False):  # in files of earlier versions
-            weight_lifetime = PARAMETER
+        others = lifetime_of_flags({**others, "weight_lifetime": weight_lifetime})  # in files of earlier versions
+        weight_lifetime = others.pop("weight_lifetime")
         if others := {name: value for name, value in others.items() if (name, value) != ("quant_method", METHOD)}:
             given = ", ".join(f"{name}={value!r}" for name, value in others.items())
             raise TypeError(
@@ -87,6 +86,7 @@ class F8Config(QuantizationConfigMixin):
                     "F8Config: the recipe uses delayed scaling, but checkpoints in high precision do not contain "
                     "its state. Load the model, and convert it with fp8compile.convert."
                 )
+            each.with_lifetime(weight_lifetime or CALL)  # raises now if the recipe can't have it
         if weight_lifetime is None and any(each.weight_lifetime == PARAMETER for each in recipes):
             raise ValueError(
                 f"F8Config: a recipe has weight_lifetime={PARAMETER!r}, but FP8 parameters are created for all "
@@ -197,7 +197,7 @@ class F8Quantizer(HfQuantizer):
             if is_converted(module):
                 module.reach_codes()
                 if module.is_quantized():
-                    module.take_recipe(replace(module.recipe, weight_lifetime=PARAMETER))
+                    module.take_recipe(module.recipe.with_lifetime(PARAMETER))
         used = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [each for each in used if not _is_own(each)]
         return model

@@ -7,11 +7,10 @@ from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.exchange.dispatch import combine, dispatch
 from fp8compile.ops.exchange.exchange_rows import exchange_rows
 from fp8compile.ops.gemms.grouped.grouped_blockwise_mm import grouped_blockwise_mm
-from fp8compile.ops.gemms.grouped.grouped_mm import group_sum, grouped_mm
+from fp8compile.ops.gemms.grouped.grouped_mm import grouped_mm
 from fp8compile.ops.gemms.grouped.grouped_nvfp4_mm import grouped_nvfp4_mm
 from fp8compile.ops.gemms.grouped.scaled_grouped_mm import scaled_grouped_mm
 from fp8compile.ops.gemms.scaled_mm import scaled_mm
-from fp8compile.ops.groups.checked_offsets import checked_offsets
 from fp8compile.ops.groups.group_amax import group_amax
 from fp8compile.ops.groups.group_cast import group_cast
 from fp8compile.ops.groups.group_cast_transpose import group_cast_transpose
@@ -19,13 +18,12 @@ from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.group_quantize import group_quantize
 from fp8compile.ops.groups.group_quantize_rows import group_quantize_rows
 from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
-from fp8compile.ops.groups.group_two_levels import group_two_levels
-from fp8compile.ops.inductor_hints import after, realize, snapshot, store, stored
+from fp8compile.ops.inductor_hints import realize, snapshot
 from fp8compile.ops.layer.delayed_linear import delayed_linear
 from fp8compile.ops.layer.flop_formulas import FLOP_FORMULAS, FOUR_BIT_PRODUCTS
 from fp8compile.ops.layer.fsdp_amax import fsdp_amax
 from fp8compile.ops.layer.fsdp_delayed_amaxes import fsdp_amax_carriers, fsdp_amaxes_together
-from fp8compile.ops.layer.fsdp_gather_high_precision import fsdp_gather, fsdp_reduce
+from fp8compile.ops.layer.fsdp_gather_high_precision import fsdp_gather
 from fp8compile.ops.layer.gemm_ops import GEMM_OPS, LAYER_OPS
 from fp8compile.ops.layer.layer_ops import grad_input, grad_weight, linear
 from fp8compile.ops.layer.layer_sharding import UNSHARDED
@@ -47,10 +45,8 @@ __all__ = [
     "LAYER_OPS",
     "UNSHARDED",
     "OPS",
-    "after",
     "amax",
     "cast",
-    "checked_offsets",
     "combine",
     "decompositions",
     "delayed_linear",
@@ -60,7 +56,6 @@ __all__ = [
     "fsdp_amax",
     "fsdp_amaxes_together",
     "fsdp_gather",
-    "fsdp_reduce",
     "fsdp_amax_carriers",
     "grad_input",
     "grad_weight",
@@ -71,8 +66,6 @@ __all__ = [
     "group_cast_transpose",
     "group_quantize_rows",
     "group_quantize_two_levels",
-    "group_sum",
-    "group_two_levels",
     "grouped_blockwise_mm",
     "grouped_mm",
     "grouped_nvfp4_mm",
@@ -89,8 +82,6 @@ __all__ = [
     "scaled_mm",
     "scatter_sum",
     "snapshot",
-    "store",
-    "stored",
     "straight_through",
     "two_scales",
     "weight_codes",

@@ -19,19 +19,19 @@ BEFORE = {  # flag -> the lifetime that True and False stand for
 }
 
 
-def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in which ``weight_lifetime`` replaces the flags of earlier versions."""
+def lifetime_of_flags(options: Mapping[str, Any], *, warn: bool = False) -> dict[str, Any]:
+    """Return options, or fields of a recipe, in which ``weight_lifetime`` replaces the flags of earlier versions."""
     found = {name: each for name, each in options.items() if name not in BEFORE}
     for name in [flag for flag in BEFORE if flag in options]:
+        given = f"{name}={options[name]!r}"
+        if type(options[name]) is not bool or options.get("weight_lifetime") is not None:
+            raise TypeError(f"`{name}` was replaced by `weight_lifetime`; got {given}. Pass weight_lifetime alone.")
         lifetime = BEFORE[name][0 if options[name] else 1]
-        warnings.warn(
-            f"`{name}` was replaced, and will raise an error. Pass weight_lifetime={lifetime or 'call'!r} instead of "
-            f"{name}={options[name]!r}.",
-            FutureWarning,
-            stacklevel=3,
-        )
         if lifetime is not None:
             found["weight_lifetime"] = lifetime
+        if warn:
+            new = "Omit it" if lifetime is None else f"Pass weight_lifetime={lifetime!r} instead"
+            warnings.warn(f"{given} was replaced, and will raise an error. {new}.", FutureWarning, stacklevel=3)
     return found
 
 
@@ -40,7 +40,7 @@ def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def accepting(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = lifetime_of_flags(kwargs) if any(name in BEFORE for name in kwargs) else kwargs
+        given = lifetime_of_flags(kwargs, warn=True) if any(name in BEFORE for name in kwargs) else kwargs
         return function(*args, **given)
 
     return accepting

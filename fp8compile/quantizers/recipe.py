@@ -11,7 +11,8 @@ summed dim; otherwise it applies scales after each block along that dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from fp8compile.quantizers.blocks import Block
 from fp8compile.quantizers.constant import Constant
 from fp8compile.quantizers.delayed_scaling import DelayedScaling
 from fp8compile.quantizers.gemm_config import GemmConfig
+from fp8compile.quantizers.lifetime_flags import accept_lifetime_flags, lifetime_of_flags
 from fp8compile.quantizers.quantizer import Quantizer
 
 __all__ = ["CALL", "GEMMS", "PARAMETER", "PASS", "STEP", "TENSORS", "Gemm", "Recipe", "gemm_kind"]
@@ -166,12 +168,20 @@ class Recipe(Constant):
         self._check_dequantized_output()
         self._check_dequantized()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the fields from a pickle, of earlier versions too."""
+        super().__setstate__(lifetime_of_flags(state))
+
+    def with_lifetime(self, weight_lifetime: str) -> Recipe:
+        """Return this recipe with another ``weight_lifetime``: one object for equal recipes, as graphs have guards."""
+        return _with_lifetime(self, weight_lifetime)
+
     def _check_lifetime(self) -> None:
         if self.weight_lifetime not in LIFETIMES:
             raise ValueError(
                 f"Recipe: `weight_lifetime` is {self.weight_lifetime!r}; it must be {', '.join(map(repr, LIFETIMES))}."
             )
-        if self.weight_lifetime == PASS and not self._quantizes_weight_once():
+        if self.keeps_weight_for_backward() and (self.weight is None or self.weight != self.weight_for_grad_input):
             raise ValueError(
                 f"Recipe: weight_lifetime={PASS!r} requires the same quantizer for weight and weight_for_grad_input, "
                 f"because grad_input reuses the weight that the forward quantized; got {self.weight!r} and "
@@ -179,12 +189,9 @@ class Recipe(Constant):
                 f"weight_lifetime={CALL!r}."
             )
 
-    def _quantizes_weight_once(self) -> bool:
-        return self.weight is not None and self.weight == self.weight_for_grad_input
-
     def keeps_weight_for_backward(self) -> bool:
         """Whether grad_input reads the data that the forward quantized; see ``weight_lifetime``."""
-        return self.weight_lifetime in (PASS, STEP) and self._quantizes_weight_once()
+        return self.weight_lifetime == PASS
 
     def _check_dequantized_output(self) -> None:
         if not self.dequantized_output:
@@ -321,6 +328,10 @@ class Recipe(Constant):
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
         """Return the options of one of the three GEMMs: accumulation, emulation, use of the MX GEMM."""
         return _gemm_config(getattr(self, f"fast_accumulation_{gemm.name}"), self.emulate, self.by_mx)
+
+
+Recipe.__init__ = accept_lifetime_flags(Recipe.__init__)  # type: ignore[method-assign]
+_with_lifetime: Callable[[Recipe, str], Recipe] = cache(lambda recipe, own: replace(recipe, weight_lifetime=own))
 
 
 @cache

@@ -5,6 +5,7 @@ contracts/    checks for authors of operators and quantizers
 gpu/          a GPU's code on a machine without a GPU
 explain/      reports on each FP8 layer of a model
 memory/       what a training step holds in memory
+samples/      arguments of our operators, for their contracts
 numerics/     advice on recipes; where FP8, or ranks, change the values of a model
 """
 

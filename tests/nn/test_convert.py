@@ -161,7 +161,7 @@ def test_convert_again_with_another_recipe_raises_and_changes_nothing():
 def test_convert_again_that_asks_for_what_a_layer_has_not_raises_and_changes_nothing():
     model = f8.convert(mlp(), RECIPE, filter="0")
     for options in ({}, {"keep_initial": True, "strict": True}):
-        with pytest.raises(ValueError, match="0 is already converted, and its weights are in high precision"):
+        with pytest.raises(ValueError, match="0 is already converted, with another recipe"):
             f8.convert(model, RECIPE, weight_lifetime="parameter", **options)
     assert kinds(model) == {"0": f8.Linear, "2": nn.Linear}
     f8.convert(model, RECIPE, weight_lifetime="parameter", filter="2")

@@ -32,6 +32,7 @@ def test_the_option_of_convert_and_of_a_recipe_are_one(lifetime, assert_bits_equ
     other = model_of(f8.recipes.tensorwise(weight_lifetime="step"), weight_lifetime=lifetime)
     plain = model_of(f8.recipes.tensorwise())
     for model in (asked, chosen, other):
+        assert model[0].recipe is model[1].recipe  # graphs have guards on its identity
         assert lifetimes(model) == [lifetime] * 2
         assert [layer.is_quantized() for layer in model] == [lifetime == "parameter"] * 2
         assert_bits_equal(model(x), plain(x))
@@ -45,9 +46,15 @@ def test_each_layer_can_have_its_own():
 
 def test_a_converted_model_keeps_its_lifetime():
     model = model_of(f8.recipes.rowwise(), weight_lifetime="parameter")
-    f8.convert(model, f8.recipes.rowwise(weight_lifetime="parameter"), filter="*")
+    for recipe in (f8.recipes.rowwise(), f8.recipes.rowwise(weight_lifetime="parameter")):
+        assert lifetimes(f8.convert(model, recipe, filter="*")) == ["parameter"] * 2
+    for options in ({"weight_lifetime": "call"}, {"weight_lifetime": "step"}):
+        with pytest.raises(ValueError, match="already converted, with another recipe"):
+            f8.convert(model, f8.recipes.rowwise(), filter="*", **options)
+        with pytest.raises(ValueError, match="already converted, with another recipe"):
+            f8.convert(model, f8.recipes.rowwise(weight_lifetime="step"), filter="*")
     with pytest.raises(ValueError, match="already converted, with another recipe"):
-        f8.convert(model, f8.recipes.rowwise(), filter="*")
+        f8.convert(model_of(f8.recipes.rowwise()), f8.recipes.rowwise(weight_lifetime="parameter"), filter="*")
 
 
 def test_what_makes_fp8_parameters_says_so_in_the_recipe():
@@ -93,18 +100,47 @@ def test_fp8_parameters_share_no_global_scale_whoever_asks_for_them():
             "parameter",
         ),
         (lambda: f8.recipes.rowwise(cache_weights=True), "cache_weights", "step"),
+        (lambda: f8.Recipe(cache_weights=True), "cache_weights", "step"),
         (lambda: f8.recipes.by_name("nvfp4", cache_weights=True), "cache_weights", "step"),
         (lambda: f8.recipes.by_name("delayed(keep_weight_codes=False)"), "keep_weight_codes", "call"),
     ],
 )
 def test_flags_of_earlier_versions_warn_with_the_new_spelling(call, flag, lifetime):
-    with pytest.warns(FutureWarning, match=rf"`{flag}` was replaced.* weight_lifetime='{lifetime}'"):
+    with pytest.warns(FutureWarning, match=rf"{flag}=.* was replaced.* weight_lifetime='{lifetime}'"):
         assert call().weight_lifetime == lifetime
 
 
-def test_a_function_of_earlier_versions_raises_with_its_new_name():
-    with pytest.raises(AttributeError, match=r"renamed to fp8compile\.invalidate_weight_cache"):
-        f8.renew_weight_codes  # noqa: B018
+def test_flags_that_mean_nothing_and_contradictions_say_so():
+    with pytest.warns(FutureWarning, match=r"quantized_parameters=False was replaced.* Omit it\."):
+        assert lifetimes(model_of(f8.recipes.delayed(), quantized_parameters=False)) == ["pass"] * 2
+    for options in ({"cache_weights": True, "weight_lifetime": "call"}, {"cache_weights": "yes"}):
+        with pytest.raises(TypeError, match=r"`cache_weights` was replaced by `weight_lifetime`"):
+            f8.recipes.rowwise(**options)
+    with pytest.raises(TypeError, match=r"`keep_weight_codes` was replaced by `weight_lifetime`"):
+        replace(f8.recipes.nvfp4(), keep_weight_codes=False)
+
+
+def test_a_function_of_earlier_versions_warns_with_its_new_name():
+    with pytest.warns(FutureWarning, match=r"renamed to fp8compile\.invalidate_weight_cache"):
+        assert f8.renew_weight_codes is f8.invalidate_weight_cache
+
+
+def test_weights_that_were_replaced_are_what_counts():
+    model = model_of(f8.recipes.rowwise(), weight_lifetime="parameter")
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.dequantize())
+        layer.recipe = replace(layer.recipe, emulate=True)  # as the layer's own lifetime stays
+    f8.convert(model, replace(f8.recipes.rowwise(), emulate=True), filter="*")
+    with pytest.raises(ValueError, match="already converted, with another recipe"):
+        f8.convert(model, replace(f8.recipes.rowwise(), emulate=True), filter="*", weight_lifetime="parameter")
+
+
+def test_layers_of_values_share_a_scale_beside_fp8_parameters():
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("q", "k", "z")})
+    recipes = {"z": f8.recipes.tensorwise(weight_lifetime="parameter"), "*": f8.recipes.tensorwise()}
+    f8.convert(model, recipes, filter="*", share_outer_scale=[("q", "k")])
+    assert set(model["q"].scale_group) == {model["q"], model["k"]}
+    f8.convert(model, recipes, filter="*", share_outer_scale=[("q", "k")])
 
 
 def test_values_that_are_none_of_the_four_raise():

@@ -185,7 +185,7 @@ def cut_at_an_odd_place():
 def test_bytes_that_ranks_would_share_are_refused(ranks):
     for said in ranks.run(cut_at_an_odd_place, within="pair"):
         assert (
-            "[0:201:1] along dim 1 splits bytes that store 2 values each. Split at even positions, or exclude this"
+            "[0:201:1] along dim 1 splits bytes that store 2 values each. Split at even positions, or convert this"
             in said
         )
         assert "fsdp_float8_all_gather, which supports split blocks" in said

@@ -364,7 +364,7 @@ def test_what_sharding_can_not_do_raises(ranks):
 
 def test_shards_of_columns_that_cut_blocks_raise(ranks):
     for text in ranks.run(shards_that_cut_blocks):
-        assert "along dim 1 of 64 splits blocks of 128. Split at multiples of 128, or exclude this weight" in text, (
+        assert "along dim 1 of 64 splits blocks of 128. Split at multiples of 128, or convert this weight" in text, (
             text
         )
         assert "row shards may split blocks, column shards may not (omit shard_placement_fn)" in text

@@ -265,6 +265,6 @@ def test_other_recipes_and_ops_raise():
     model = converted()
     with pytest.raises(TypeError, match="is not supported for a weight with two sets of quantized data"):
         model[0].weight @ model[0].weight.t()
-    model[0].recipe = RECIPES["rowwise"]
+    model[0].recipe = RECIPES["rowwise"].with_lifetime("parameter")
     with pytest.raises(ValueError, match="Set the recipe of a layer before its weight is quantized"):
         model(single.values(4, 64))

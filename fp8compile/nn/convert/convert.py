@@ -100,7 +100,7 @@ def _say_that_nothing_is_converted(reasons: list[str], *, strict: bool) -> None:
     )
     if strict:
         raise ValueError(text)
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, stacklevel=4)
 
 
 def _warn_of_many_ends(reasons: list[str], keep_ends: int) -> None:
@@ -110,7 +110,7 @@ def _warn_of_many_ends(reasons: list[str], keep_ends: int) -> None:
             f"convert: keep_ends={keep_ends} leaves {kept} of {len(reasons)} layers in high precision: the ends of "
             "each list of blocks, and the layers outside of lists. To leave out fewer layers, name them by the filter "
             "instead, such as filter='!lm_head'.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -147,18 +147,19 @@ def _groups(
     """
     if given is False:
         return []
-    if any(map(makes_parameters, (*again.values(), *recipes.values()))):
-        raise ValueError(
-            "convert: share_outer_scale can't be combined with weight_lifetime='parameter', because a write to one "
-            "weight would requantize the others. Use only one of them. fp8compile.load_quantized keeps the scales of "
-            "a checkpoint."
-        )
     found = []
     for group in scale_groups(model, {**again, **recipes}, given):
-        if (known := next((layer for layer in group if layer in again), None)) is None:
-            found.append(group)
-        elif set(getattr(known, "scale_group", ())) != set(group):
-            raise _already(model, known, "does not share its global scale with exactly the layers of its group")
+        if (known := next((layer for layer in group if layer in again), None)) is not None:
+            if set(getattr(known, "scale_group", ())) != set(group):
+                raise _already(model, known, "does not share its global scale with exactly the layers of its group")
+            continue
+        if any(makes_parameters(recipes[layer]) for layer in group):
+            raise ValueError(
+                "convert: share_outer_scale can't be combined with weight_lifetime='parameter', because a write to "
+                "one weight would requantize the others. Use only one of them. fp8compile.load_quantized keeps the "
+                "scales of a checkpoint."
+            )
+        found.append(group)
     return found
 
 
@@ -224,15 +225,14 @@ def convert(
         TypeError: An argument has a wrong type.
         ValueError: The model has no layers, or ``strict`` is set and none is converted. A pattern matches no layer.
             The model was compiled, scripted or exported, or a style of `fp8compile.parallel` was applied to a layer
-            before. A layer was already converted with a different recipe,
-            ``amax_group``, ``share_outer_scale`` or ``weight_lifetime``. Layers of a group in
-            ``share_outer_scale`` have different recipes, delayed scaling, a transform or FP8 parameters.
-            ``keep_ends`` or ``tail`` is out of range. ``tail_recipe``, ``keep_initial`` or ``amax_group`` is given
-            without the option that it belongs to. ``weight_lifetime`` has another value, or it is ``"pass"`` for a
-            recipe that quantizes a weight twice, or ``"step"`` for a layer that can't cache quantized weights. With
-            ``"parameter"``, a recipe needs the high-precision weight, a weight is shared with a
-            layer that is not converted, experts share a weight, or a weight is a DTensor of experts, a DTensor sharded
-            by FSDP2, or a DTensor whose shards end within blocks. The model is then unchanged.
+            before. A layer was already converted with a different recipe, ``amax_group``, ``share_outer_scale`` or
+            ``weight_lifetime``. Layers of a group in ``share_outer_scale`` have different recipes, delayed scaling, a
+            transform or FP8 parameters. ``keep_ends`` or ``tail`` is out of range. ``tail_recipe``, ``keep_initial``
+            or ``amax_group`` is given without the option that it belongs to. ``weight_lifetime`` has another value, or
+            it is ``"pass"`` for a recipe that quantizes a weight twice, or ``"step"`` for a layer that can't cache
+            quantized weights. With ``"parameter"``, a recipe needs the high-precision weight, a weight is shared with
+            a layer that is not converted, experts share a weight, or a weight is a DTensor of experts, a DTensor
+            sharded by FSDP2, or a DTensor whose shards end within blocks. The model is then unchanged.
         RuntimeError: A weight to be quantized is a DTensor, and PyTorch is version 2.11.
     """
     check_model("convert", model)

@@ -87,9 +87,8 @@ def set_recipe(model: Model, *, forward: Recipe | None) -> Model:
         TypeError: The model is not a module, or ``forward`` is not a recipe.
         ValueError: The model has no FP8 layer, or the forward of a layer can't be changed: the layer has delayed
             scaling, a quantized weight or a shared global scale, was prepared for FSDP by this package, or has
-            ``weight_lifetime="step"`` but could not cache the new quantized weight; experts do not support the
-            recipe; or ``forward`` has ``emulate`` or ``by_mx``, but the layer's recipe does not. The model is then
-            unchanged.
+            ``weight_lifetime="step"`` but could not cache the new quantized weight; experts do not support the recipe;
+            or ``forward`` has ``emulate`` or ``by_mx``, but the layer's recipe does not. The model is then unchanged.
     """
     check_model("set_recipe", model)
     if forward is not None and not isinstance(forward, Recipe):

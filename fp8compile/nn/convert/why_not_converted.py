@@ -6,7 +6,7 @@ The reason is the layer's kind, an argument of the caller, or other code that us
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from fp8compile.nn.convertible.subclasses import names_taken
 from fp8compile.nn.experts.converted_class import cannot_convert_hosted, cannot_take_hosted
 from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, known_past_forward
-from fp8compile.quantizers import Recipe
+from fp8compile.quantizers import CALL, PARAMETER, STEP, Recipe
 from fp8compile.tensor import SOURCE_DTYPES, has_codes
 
 __all__ = ["AT_AN_END", "LEFT_OUT", "ROUTER", "cannot_take", "recipes_and_reasons"]
@@ -93,6 +93,15 @@ def _asker(
     return asked
 
 
+def _has_recipe(layer: Any, recipe: Recipe, *, asks_lifetime: bool) -> bool:
+    """Whether a converted layer, whose weights may have been replaced since, is what ``recipe`` asks for."""
+    held, wanted = layer.recipe.weight_lifetime, recipe.weight_lifetime
+    fits = wanted != PARAMETER and held in (wanted, PARAMETER)
+    if layer.is_quantized():
+        fits = wanted == PARAMETER or (wanted != STEP and not asks_lifetime)
+    return fits and layer.recipe.with_lifetime(CALL) == recipe.with_lifetime(CALL)
+
+
 def recipes_and_reasons(
     model: nn.Module, recipe: Recipes, filter: Filter | None, keep_ends: int, weight_lifetime: str | None = None
 ) -> tuple[dict[nn.Module, tuple[Recipe | None, str]], dict[nn.Module, Recipe]]:
@@ -113,9 +122,9 @@ def recipes_and_reasons(
     for layer, names in found.items():
         own, why_not = asked(layer, names)
         if own is not None and weight_lifetime is not None:
-            own = replace(own, weight_lifetime=weight_lifetime)
+            own = own.with_lifetime(weight_lifetime)
         if is_converted(layer):
-            if own is not None and layer.recipe != own:
+            if own is not None and not _has_recipe(layer, own, asks_lifetime=weight_lifetime is not None):
                 raise ValueError(
                     f"convert: {names[0] or 'the model'} is already converted, with another recipe. Call "
                     "fp8compile.revert(model) first, or exclude it with the filter."

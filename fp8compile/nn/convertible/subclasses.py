@@ -12,7 +12,8 @@ from fp8compile.nn.layer.linear import Linear
 __all__ = ["float8_class", "names_taken"]
 
 # attributes that a Linear has and a nn.Linear has not
-OWN_NAMES = frozenset(vars(Linear)) - frozenset(dir(nn.Linear)) - {"__annotations__", "__prepare_scriptable__"}
+MIXINS = Linear.__mro__[: Linear.__mro__.index(nn.Linear)]
+OWN_NAMES = frozenset().union(*map(vars, MIXINS)) - {*dir(nn.Linear), "__annotations__", "__prepare_scriptable__"}
 
 
 class _ConvertedSubclass(DynamicClass, Linear):

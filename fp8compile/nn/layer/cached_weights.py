@@ -72,11 +72,12 @@ class KeepsCodes(Module):
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
         check_recipe(type(self).__name__, recipe)
-        if (recipe.weight_lifetime == PARAMETER) is not self.is_quantized():
-            given = "FP8 parameters" if self.is_quantized() else "weights in high precision"
+        lifetime, is_parameter = recipe.weight_lifetime, self.is_quantized()
+        if lifetime != self._recipe.weight_lifetime and (lifetime == PARAMETER) is not is_parameter:
+            has = "FP8 parameters" if is_parameter else "weights in high precision"
             raise ValueError(
-                f"recipe: weight_lifetime is {recipe.weight_lifetime!r}, but the layer has {given}. Only "
-                f"fp8compile.convert, freeze_weights and load_quantized create FP8 parameters."
+                f"recipe: weight_lifetime is {lifetime!r}, but the layer has {has}. Only convert, freeze_weights and "
+                "load_quantized change that."
             )
         self.take_recipe(recipe)
 
@@ -85,15 +86,12 @@ class KeepsCodes(Module):
         raise NotImplementedError
 
     def take_recipe(self, recipe: Recipe) -> None:
-        """Set the recipe, before the weights are replaced as its ``weight_lifetime`` says."""
+        """Set the recipe; weights are replaced later if its ``weight_lifetime`` says so."""
         self._set_caching(recipe)
         self._recipe = recipe
 
     def _set_caching(self, recipe: Recipe) -> None:
-        """Store whether codes live for a step; raise a ValueError if they should and this layer can't keep them.
-
-        If they should not, drop kept codes.
-        """
+        """Store whether codes live for a step, else drop them; raise a ValueError if this layer can't keep them."""
         check_caches(recipe, self._holds_no_stacks())
         self._caches_weights = recipe.weight_lifetime == STEP
         if not self._caches_weights:

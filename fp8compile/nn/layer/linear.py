@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -146,7 +144,8 @@ class Linear(CodesInState, nn.Linear):
     def take_recipe(self, recipe: Recipe) -> None:
         """Set the recipe, and the one for weights that FSDP frees."""
         super().take_recipe(recipe)
-        self._recipe_under_fsdp = _keeping_nothing(recipe) if recipe.keeps_weight_for_backward() else None
+        # FSDP would free a weight, but not its kept codes
+        self._recipe_under_fsdp = recipe.with_lifetime(CALL) if recipe.keeps_weight_for_backward() else None
         if self.scale_group:
             self.share_scale(self.scale_group)
 
@@ -270,20 +269,12 @@ class Linear(CodesInState, nn.Linear):
 reach_codes(Linear, "weight")
 
 
-def _check_recipe(recipe: object) -> None:
+def _check_recipe(recipe: Recipe) -> None:
     check_recipe("Linear", recipe)
-    assert isinstance(recipe, Recipe)
     if recipe.weight_lifetime == PARAMETER:
         raise ValueError(
-            f"Linear: a recipe with weight_lifetime={PARAMETER!r} needs fp8compile.convert, which creates the FP8 "
-            "parameter. Create an nn.Linear, and convert it."
+            f"Linear: a recipe with weight_lifetime={PARAMETER!r} needs fp8compile.convert. Convert an nn.Linear."
         )
-
-
-@cache  # the same object for all layers, because graphs have guards on its identity
-def _keeping_nothing(recipe: Recipe) -> Recipe:
-    """Return the recipe that quantizes in each call, because FSDP would free a weight but not its kept codes."""
-    return replace(recipe, weight_lifetime=CALL)
 
 
 def become_float8(layer: Linear, recipe: Recipe, amax_group: ProcessGroup | None) -> None:

@@ -32,7 +32,7 @@ def _frozen(recipe: Recipe) -> Recipe | None:
     if recipe.weight is None:
         return None
     if recipe.shares_weight_codes():
-        return recipe
+        return recipe.with_lifetime(PARAMETER)
     if recipe.history():
         raise ValueError(
             "freeze_weights: a layer has delayed scaling for the output, but quantizes its weight differently for "

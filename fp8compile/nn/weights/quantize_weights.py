@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -231,7 +230,7 @@ def as_parameter(weight: Tensor, name: str, codes: Tensor, *, function: str) -> 
 def put_codes(layer: Any, name: str, codes: nn.Parameter) -> None:
     """Replace the parameter ``name`` of a converted layer by the result of `as_parameter`; its recipe says so."""
     setattr(layer, name, codes)
-    layer.take_recipe(replace(layer.recipe, weight_lifetime=PARAMETER))
+    layer.take_recipe(layer.recipe.with_lifetime(PARAMETER))
     layer.reach_codes()
 
 
