@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(
         not importlib.util.find_spec("torchao"), reason="compares with torchao, which is not installed"
     ),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 MOST = [
     ("tensorwise", "torchao tensorwise", 1.00),

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(
         not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
     ),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 
 

@@ -100,7 +100,6 @@ def test_explain_says_in_what_the_products_of_experts_run():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Inductor writes a GPU's kernels with Triton")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process
 def test_code_for_a_gpu_scatters_no_gradient_and_never_waits():
     model = converted("Qwen3-MoE")
     module = model.model.layers[0].mlp.experts

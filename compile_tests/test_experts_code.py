@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(
         not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
     ),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 # to the least of benchmarks.experts_bytes; docs/results/bytes.md says what holds the gaps
 # (what is cast is written and read before; tensorwise and mxfp8 read weights again)

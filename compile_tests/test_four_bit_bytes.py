@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(
         not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
     ),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 CODES, AMAXES = (f"fp8compile.{name}.default" for name in ("quantize_two_levels", "outer_amaxes"))
 

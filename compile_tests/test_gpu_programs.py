@@ -14,7 +14,6 @@ from fp8compile.testing import run_gpu_program
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 # A quick case is run in one of two ways: with every rounding kept, beside eager mode, or as users get it, which shows
 # what rounding Inductor drops. The slow tests run it, and all others, in both.

@@ -159,7 +159,6 @@ def test_a_model_with_it_is_one_graph():
     assert not counters["graph_break"]
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it")
 def test_codes_in_two_layouts_are_written_in_tiles():
     """A kernel over the flat tensor scatters the bytes of one of them: the index of its store divides by a side."""

@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(
         not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
     ),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 RECIPES = [("rowwise", "h200"), ("blockwise", "h200"), ("mxfp8", "b200"), ("nvfp4", "b200")]
 LAUNCHED = (

@@ -215,7 +215,6 @@ def model_of(recipe):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_explain_names_it_and_counts_its_products(int8):
     found = explain(model_of(int8), (torch.randn(24, 32),))
     assert found.verdict.startswith("YES, as the recipes specify: 5 of 5 GEMMs"), found.gpu.problem

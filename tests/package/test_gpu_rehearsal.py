@@ -92,7 +92,6 @@ def test_each_benchmark_runs_and_says_that_it_is_a_rehearsal(commands, name, mon
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9, once a process
 def test_a_layer_is_rehearsed_by_the_program_of_the_gpu(monkeypatch, capsys):
     monkeypatch.setenv("FP8COMPILE_REHEARSAL", "program")
     printed = run("benchmarks.linear", ["--rounds", "1", "--contenders", "rowwise"], monkeypatch, capsys)

@@ -14,7 +14,6 @@ from fp8compile.testing import run_gpu_program
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 ALONE, TOGETHER = 1, 1 << 17
 ODD = 100  # the element that a NaN comes of

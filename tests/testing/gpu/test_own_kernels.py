@@ -12,7 +12,6 @@ from fp8compile.testing import gpu_kernels, run_gpu_program
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 N = 200  # no multiple of a block
 

@@ -13,7 +13,6 @@ from fp8compile.testing.gpu.gpus import GPUS
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's interpreter"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),  # Triton 3.9, once a process
 ]
 M, N, K, PROGRAMS = 32, 16, 64, 3
 DTYPES = {
