@@ -79,8 +79,8 @@ def page(rows: list[Row]) -> str:
         [
             "# Cached weights",
             "",
-            'What [`weight_lifetime="step"`](../memory.md#cache-fp8-weights-across-micro-batches) saves, counted in',
-            "the code that Inductor generates for an H200 (mxfp8, nvfp4: B200). **No GPU has run it.**",
+            'What [`weight_lifetime="step"`](../memory.md#cache-fp8-weights-across-micro-batches) saves, counted',
+            "in the code that Inductor generates for an H200 (mxfp8, nvfp4: B200). **No GPU has run it.**",
             "`python -m benchmarks.cached_weights --page` writes this page.",
             "",
             "GB read and written by the feed-forward block of a Llama 3 8B, 8192 tokens: forward and backward",

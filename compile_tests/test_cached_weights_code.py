@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8compile as f8
 from fp8compile.testing import gpu_kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9
 WIDTH, TOKENS = 256, 512
 
 

@@ -24,9 +24,6 @@ from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.gpu.schedule import schedule
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 # why a kernel's ratio on an H200 may be this large
 EXCEPTIONS = {
     "groups_both_kernel": (1.5, "each scale is computed by the 8 to 16 threads that use it"),

@@ -20,9 +20,6 @@ from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.graphs import gpu_graphs
 from fp8compile.testing.gpu.schedule import schedule
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 CASES = [
     (arch, block, recipe) for arch, blocks in RECIPES.items() for block, names in blocks.items() for recipe in names
 ]

@@ -24,9 +24,6 @@ from fp8compile.kernels import (
     quantize_two_levels,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 TOKENS = {"offsets_ptr": "*i32", "R": "i32", "K": "i32", "E": "i32", "stride_m": "i32"}
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 CONTIGUOUS = {"stride_k": 1}  # as Triton compiles it where an argument is 1

@@ -33,9 +33,6 @@ from fp8compile.testing.gpu.schedule import schedule
 triton = pytest.importorskip("triton", reason="needs Triton: it compiles to PTX")
 tl = importlib.import_module("triton.language")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 H200 = GPUS["h200"]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8compile.nn import convert
 from fp8compile.nn.convertible.assign_recipes import Recipes
+from fp8compile.nn.weights.quantize_weights import makes_parameters
 from fp8compile.parallel import fsdp_float8_all_gather
 from fp8compile.quantizers import PARAMETER, Recipe, lifetime_of_flags
 
@@ -43,7 +44,7 @@ class Conversion:
             return lifetime == PARAMETER
         given = self.recipe.values() if isinstance(self.recipe, Mapping) else (self.recipe,)
         recipes = [each for each in (*given, self.options.get("tail_recipe")) if isinstance(each, Recipe)]
-        return any(each.weight_lifetime == PARAMETER for each in recipes)
+        return any(map(makes_parameters, recipes))
 
     def apply(self, model: nn.Module, *, sharded: bool, checkpointed: bool) -> nn.Module:
         """Convert a model in place and return it; it must be neither compiled nor sharded yet.

@@ -21,7 +21,7 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.nn import convert
 from fp8compile.nn.convertible.convertible_layers import is_converted, layers, weight_names
 from fp8compile.nn.layer.codes_in_state import ENDS, PARTS
-from fp8compile.nn.weights.quantize_weights import check_weights, quantizers_of_sets
+from fp8compile.nn.weights.quantize_weights import check_weights, makes_parameters, quantizers_of_sets
 from fp8compile.quantizers import CALL, PARAMETER, Recipe, lifetime_of_flags
 from fp8compile.tensor import QuantizedParameter
 
@@ -87,7 +87,7 @@ class F8Config(QuantizationConfigMixin):
                     "its state. Load the model, and convert it with fp8compile.convert."
                 )
             each.with_lifetime(weight_lifetime or CALL)  # raises now if the recipe can't have it
-        if weight_lifetime is None and any(each.weight_lifetime == PARAMETER for each in recipes):
+        if weight_lifetime is None and any(map(makes_parameters, recipes)):
             raise ValueError(
                 f"F8Config: a recipe has weight_lifetime={PARAMETER!r}, but FP8 parameters are created for all "
                 f"layers, while the model is loaded. Pass F8Config(weight_lifetime={PARAMETER!r}) instead."

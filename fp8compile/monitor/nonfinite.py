@@ -86,25 +86,25 @@ class NonFinite:
         """Raise a `NonFiniteError` if the counts that `send` gathered have an element that is not finite."""
         if self._pending is None:
             return
-        sent, self._pending = self._pending, None
-        if sent.arrived is not None:
-            sent.arrived.synchronize()
+        pending, self._pending = self._pending, None
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
         forward = [SLOTS.index(slot) for slot in FORWARD]
         backward = [SLOTS.index(slot) for slot in SLOTS if slot not in FORWARD]
-        order = [(name, slot) for name in sent.order for slot in forward]
-        order += [(name, slot) for name in reversed(sent.order) for slot in backward]
-        rows = {name: row for row, name in enumerate(sent.matrices)}
+        order = [(name, slot) for name in pending.order for slot in forward]
+        order += [(name, slot) for name in reversed(pending.order) for slot in backward]
+        rows = {name: row for row, name in enumerate(pending.matrices)}
         for name, slot in order:
-            numbers = sent.counts[:, rows[name], slot]  # (ranks, 2, E)
+            numbers = pending.counts[:, rows[name], slot]  # (ranks, 2, E)
             places = (numbers[:, 1] > 0).nonzero().tolist()
             if not places:
                 continue
             rank, expert = places[0]
             size, count = numbers[rank, :, expert].tolist()
             others = sorted({each for each, _ in places} - {rank})
-            layer = f"{name}.{expert}" if sent.matrices[name] else name
+            layer = f"{name}.{expert}" if pending.matrices[name] else name
             raise NonFiniteError(
-                f"Monitor: step {sent.step}, rank {rank}: {layer or 'the model'}, {SLOTS[slot]}: {int(count)} of "
+                f"Monitor: step {pending.step}, rank {rank}: {layer or 'the model'}, {SLOTS[slot]}: {int(count)} of "
                 f"{int(size)} elements are NaN or infinite. No operand before it, in the order in which layers run, "
                 f"has any{f'; ranks {others} also have NaN or infinite elements in this operand' if others else ''}."
             )

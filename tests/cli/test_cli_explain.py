@@ -40,7 +40,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 needs_triton = pytest.mark.skipif(
     not importlib.util.find_spec("triton"), reason="needs Triton: Inductor prints its kernels with it"
 )
-triton_warns = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 
 class Block(nn.Module):
@@ -311,7 +310,6 @@ def test_another_recipe_than_the_layers_own_is_called_out():
 
 
 @needs_triton
-@triton_warns
 def test_padding_is_of_the_sum_and_the_columns():
     model = f8.convert(nn.Sequential(nn.Linear(32, 40, dtype=torch.bfloat16)), f8.recipes.rowwise())
     found = explain(model, (tokens(17, requires_grad=True),))
@@ -323,7 +321,6 @@ def test_padding_is_of_the_sum_and_the_columns():
     assert (found.gpu.problem, forward.fp8_gemms, backward.fp8_gemms) == ("", 1, 2)
 
 
-@triton_warns
 def test_layers_that_a_gpu_gains_nothing_from_are_named():
     sizes = ((64, 1024), (1024, 160), (160, 160))
     layers = [nn.Linear(k, n, bias=False, dtype=torch.bfloat16) for k, n in sizes]
@@ -345,7 +342,6 @@ def test_a_bf16_gemm_is_not_padded():
     assert (output.padded_k, output.padded_n, output.padding_flops) == (33, 17, 0.0)
 
 
-@triton_warns
 def test_least_times_are_the_larger_of_operations_and_bytes():
     model = f8.Linear(64, 96, bias=False, recipe=f8.recipes.tensorwise(), dtype=torch.bfloat16)
     bound = explain(model, (torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True),)).roofline
@@ -361,7 +357,6 @@ def test_least_times_are_the_larger_of_operations_and_bytes():
     assert bound.ratio == pytest.approx(bf16 / (fp8 + casts))
 
 
-@triton_warns
 def test_codes_of_four_bits_are_half_a_byte_and_have_a_peak_of_their_own():
     model = f8.Linear(64, 96, bias=False, recipe=f8.recipes.nvfp4(), dtype=torch.bfloat16)
     rows = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -410,7 +405,6 @@ def test_large_gemms_are_bound_by_the_published_peaks():
 
 
 @needs_triton
-@triton_warns
 def test_kernels_gemms_bytes_and_casts_on_the_gpu():
     model, x = block(), tokens()
     found = explain(model, (x,))
@@ -440,7 +434,6 @@ def casts_of(found):
 
 
 @needs_triton
-@triton_warns
 def test_a_model_with_random_numbers_has_code():
     class Noisy(nn.Module):
         def __init__(self):
@@ -455,7 +448,6 @@ def test_a_model_with_random_numbers_has_code():
 
 
 @needs_triton
-@triton_warns
 def test_a_language_model_with_a_loss_has_code():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -472,7 +464,6 @@ def test_a_language_model_with_a_loss_has_code():
 
 
 @needs_triton
-@triton_warns
 def test_a_layer_with_several_names_is_shown_by_its_first():
     class Twice(nn.Module):
         def __init__(self):
@@ -488,7 +479,6 @@ def test_a_layer_with_several_names_is_shown_by_its_first():
     }  # fmt: skip
 
 
-@triton_warns
 def test_a_model_on_the_meta_device_is_explained_like_one_in_memory():
     with torch.device("meta"):
         model = block()
@@ -519,7 +509,6 @@ def test_a_forward_that_reads_values_is_called_with_them_or_refused(caplog):
 
 
 @needs_triton
-@triton_warns
 def test_no_tokens_at_all_are_no_launch():
     found = explain(block(), (tokens(0),))
     assert found.gpu.problem == ""
@@ -527,7 +516,6 @@ def test_no_tokens_at_all_are_no_launch():
 
 
 @needs_triton
-@triton_warns
 def test_a_cast_that_stores_nothing_but_codes_is_looked_into():
     # tensorwise: the amax is another kernel's, and what this one computes can be told by the codes alone
     class Activation(nn.Module):
@@ -570,7 +558,6 @@ def test_a_module_that_was_called_is_found_by_its_path(path, layer):
     assert layer_of_stack(node, names) == layer
 
 
-@triton_warns
 def test_what_keeps_the_gpu_code_from_being_made_is_said(monkeypatch):
     def fails(*_):
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
@@ -890,7 +877,6 @@ def test_what_nothing_proves_is_exit_code_1_as_well(example, capsys):
     assert err.startswith("fp8compile explain: not proven: layer: output, grad_input, grad_weight: graph break")
 
 
-@triton_warns
 def test_the_terminal_shows_casts_launches_and_least_times(example, capsys):
     code, out, err = run(capsys, example)
     assert (code, err) == (0, "")
@@ -1067,7 +1053,6 @@ def test_an_unknown_gpu_is_refused(example, capsys):
 
 
 @needs_triton
-@triton_warns
 def test_the_code_and_the_peaks_of_a_b200(example, capsys):
     code, out, _ = run(capsys, f"{example}:Own", "--gpu", "b200", "--recipe", "mxfp8")
     assert code == 0
@@ -1212,7 +1197,6 @@ def example():
 
 
 @needs_triton
-@triton_warns
 def test_explain_prints_memory_beside_the_model_without_fp8(tmp_path, monkeypatch, capsys):
     (tmp_path / "it.py").write_text(MEMORY_TARGET)
     monkeypatch.setenv("COLUMNS", "80")

@@ -25,9 +25,6 @@ from fp8compile.testing.explain.roofline import PEAKS, gemm_seconds
 from fp8compile.testing.gpu.gpus import GPUS
 from fp8compile.testing.gpu.program.products import scaled_mm
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 LINE, TILE = ((f8.CurrentScaling(block=block, scale="pow2")) for block in ((1, 128), (128, 128)))
 ROW, WHOLE = f8.CurrentScaling(block=(1, -1)), f8.CurrentScaling(block=(-1, -1))

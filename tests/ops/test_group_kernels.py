@@ -24,9 +24,6 @@ from pretended_gpu import on_a_gpu
 
 from fp8compile.testing import run_gpu_program
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNS = 150  # more than a tile

@@ -17,9 +17,6 @@ from pretended_gpu import on_a_gpu
 
 from fp8compile.testing import run_gpu_program
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 LINE, TILE, PILLAR = (1, 128), (128, 128), (128, 1)
 ROW, COLUMN, WHOLE = (1, -1), (-1, 1), (-1, -1)
 ROUNDING = 2.0**-24  # of float32

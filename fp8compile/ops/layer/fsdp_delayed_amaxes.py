@@ -1,11 +1,11 @@
 """fp8compile::fsdp_amax_carriers and fsdp_amaxes_together: carry amaxes to the state of delayed scaling.
 
-    forward     fsdp_amax_carriers -----------> fsdp_amaxes_together ----------> delayed_linear ------> y
+    forward     fsdp_amax_carriers ----> fsdp_amaxes_together ----------> delayed_linear ------> y
     backward    state <- next state <--- amaxes over ranks: a message <-- this rank's amaxes <--- gradient of y
 
-A token is a tensor of zeros that nothing reads. Its gradient carries amaxes, which autograd collects from all layers
-before ranks reduce them. The token of activations, (3,), carries 1 if the layer's backward ran, the amax of x and the
-amax of grad_output. The token of the weight, (1,), is separate because its amax is reduced over other ranks.
+A carrier is a tensor of zeros that nothing reads. Its gradient carries amaxes, which autograd collects from all layers
+before ranks reduce them. The carrier of activations, (3,), carries 1 if the layer's backward ran, the amax of x and
+the amax of grad_output. The carrier of the weight, (1,), is separate because its amax is reduced over other ranks.
 """
 
 from __future__ import annotations

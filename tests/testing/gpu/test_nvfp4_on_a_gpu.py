@@ -26,9 +26,6 @@ from fp8compile.quantizers import GEMMS, GemmConfig
 from fp8compile.target import Target, pretend_target
 from fp8compile.testing import eager_run, gpu_kernels, run_gpu_program
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 RECIPE = f8.recipes.nvfp4()
 
 

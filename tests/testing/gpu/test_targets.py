@@ -19,9 +19,6 @@ from fp8compile.testing.gpu.gpus import GPUS, pretend_gpu, pretend_triton
 from fp8compile.testing.gpu.program.arithmetic import through_float16
 
 pytest.importorskip("triton", reason="generated GPU code needs Triton")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"  # Triton 3.9, once a process
-)
 SLOW = [pytest.mark.slow]
 ADA = Target("cuda", (8, 9))
 BLOCKS = {
