@@ -27,6 +27,7 @@ __all__ = [
     "guard_or_false",
     "is_fake",
     "is_faking",
+    "is_stand_in",
     "is_static",
     "is_traced",
     "is_traced_as_subgraph",
@@ -39,6 +40,7 @@ __all__ = [
     "statically_equal",
     "statically_true",
     "untraced",
+    "unwrapped",
     "when_graph_is_made",
     "without_elements",
 ]
@@ -98,6 +100,20 @@ def without_elements(result: torch.Tensor, *operands: torch.Tensor) -> torch.Ten
             nothing = each.narrow(0, 0, 0) if each.ndim else each.expand(0)
             result = result + nothing.to(result.dtype).sum()
     return result
+
+
+def is_stand_in(value: object) -> bool:
+    """Whether PyTorch passed a fake script object in place of a constant such as a recipe.
+
+    A fake kernel gets such an object if the traced function itself creates the constant. To ``isinstance``, the object
+    has the constant's class.
+    """
+    return type(value).__name__ == "FakeScriptObject"
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the constant that a stand-in of PyTorch's has the place of (`is_stand_in`), or ``value`` itself."""
+    return value.real_obj if is_stand_in(value) else value
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:

@@ -30,8 +30,6 @@ __all__ = [
     "default_reduce_dtype",
     "is_constant_type",
     "is_exporting",
-    "is_stand_in",
-    "unwrapped",
     "reduce_scatter_single",
     "register_constant_type",
     "root_mesh",
@@ -78,20 +76,6 @@ def is_constant_type(cls: type[Any]) -> bool:
     """Whether the class was registered by `register_constant_type` (or PyTorch's own functions)."""
     ask = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     return ask(cls)
-
-
-def is_stand_in(value: object) -> bool:
-    """Whether PyTorch passed a fake script object in place of a constant such as a recipe.
-
-    A fake kernel gets such an object if the traced function itself creates the constant. To ``isinstance``, the object
-    has the constant's class.
-    """
-    return type(value).__name__ == "FakeScriptObject"
-
-
-def unwrapped(value: Any) -> Any:
-    """Return the constant that a stand-in of PyTorch's has the place of (`is_stand_in`), or ``value`` itself."""
-    return value.real_obj if is_stand_in(value) else value
 
 
 def as_region(function: Callable[..., Any], often: int) -> Callable[..., Any]:

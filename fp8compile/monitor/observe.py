@@ -157,7 +157,7 @@ def observed(
     first, x, values = tensors
     operands, sharding = args.operands(phase), args.sharding
     tokens = first if gradient else x
-    layouts = args.layouts(tokens)
+    layouts = args.sharding.layouts(tokens.ndim, args.sizes, args.offs)
     seen: dict[str, Seen] = {}
     if gradient:
         seen["grad_output"] = Seen(part_of_tokens(tokens, layouts.output), sharding.counts(layouts.output))

@@ -25,14 +25,9 @@ __all__ = ["forward_dtypes", "note_forward_dtype", "unnoted"]
 IS_UNNOTED: ContextVar[bool] = ContextVar("is_unnoted", default=False)
 
 
-def _parameter(layer: nn.Module, name: str) -> Any:
-    path, _, own = name.rpartition(".")
-    return (layer.get_submodule(path) if path else layer)._parameters.get(own)
-
-
-def _add(layer: nn.Module, dtype: torch.dtype | None) -> None:
+def _add(layer: nn.Module, weight: nn.Parameter, dtype: torch.dtype | None) -> None:
     seen = FORWARD_DTYPES.get(layer, frozenset())
-    if dtype not in seen and not IS_UNNOTED.get():
+    if dtype not in seen and not IS_UNNOTED.get() and not has_codes(local_itself(weight)):
         FORWARD_DTYPES[layer] = seen | {dtype}
 
 
@@ -40,20 +35,22 @@ def _add(layer: nn.Module, dtype: torch.dtype | None) -> None:
 def _add_at_trace(weight: nn.Parameter, dtype: torch.dtype | None) -> None:
     for layer in list(CONVERTED):
         if any(each is weight for module in layer.modules() for each in module._parameters.values()):
-            _add(layer, dtype)
+            _add(layer, weight, dtype)
 
 
 def note_forward_dtype(layer: nn.Module, name: str) -> None:
     """Record the dtype to which autocast casts a layer's weight ``name`` in a forward; nothing if grad mode is off."""
     if not torch.is_grad_enabled():
         return
-    weight = _parameter(layer, name)
-    if not isinstance(weight, nn.Parameter) or has_codes(local_itself(weight)):
-        return  # it is computed in each forward, or is quantized already
+    path, _, own = name.rpartition(".")
+    weight: Any = (layer.get_submodule(path) if path else layer)._parameters.get(own)
+    if not isinstance(weight, nn.Parameter):
+        return  # it is computed in each forward
+    dtype = autocast_dtype(weight)
     if torch.compiler.is_compiling():
-        _add_at_trace(weight, autocast_dtype(weight))
-    else:
-        _add(layer, autocast_dtype(weight))
+        _add_at_trace(weight, dtype)
+    elif dtype not in FORWARD_DTYPES.get(layer, ()):
+        _add(layer, weight, dtype)
 
 
 @contextmanager

@@ -19,13 +19,15 @@ from fp8compile.layout.four_bit_packing import packed_dim, with_a_code_a_byte
 from fp8compile.layout.quantized import STACK, WHOLE, Plain, Quantized, TensorLayout
 from fp8compile.ops.layer.check_recipe_of_groups import check_cut_of_groups, check_recipe_of_groups
 from fp8compile.ops.layer.known import Known
-from fp8compile.ops.layer.layer_sharding import LayerSharding, Layouts, OverFsdp, OverGroup
+from fp8compile.ops.layer.layer_sharding import LayerSharding, OverFsdp, OverGroup
 from fp8compile.ops.layer.make_weight_codes import quantizer_of_codes
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
 from fp8compile.quantizers import Gemm, Recipe
 from fp8compile.quantizers.blocks import as_matrix
 
 __all__ = ["LayerArgs", "check_layer", "part_of_tokens"]
+
+NOTHING = Known()
 
 
 class LayerArgs(NamedTuple):
@@ -49,11 +51,8 @@ class LayerArgs(NamedTuple):
     ) -> LayerArgs:
         """Read an op's last arguments; their annotations are the schemas of all ops."""
         later = Known(*Known.last_set(known)) if len(known) > len(Known._fields) else None
-        return cls(offs, Known.first_set(known), later, sizes, _compat.unwrapped(sharding), recipe)
-
-    def layouts(self, tokens: Tensor) -> Layouts:
-        """Return the layouts of the layer's tensors; ``tokens`` is its input or output."""
-        return self.sharding.layouts(tokens.ndim, self.sizes, self.offs)
+        first = Known.first_set(known) if known else NOTHING
+        return cls(offs, first, later, sizes, _compat.unwrapped(sharding), recipe)
 
     def operands(self, phase: Phase, weight: Tensor | None = None, slot: str = "", /, **given: Any) -> Operands:
         """Return the `Operands` of one GEMM.
@@ -78,17 +77,15 @@ def part_of_tokens(tokens: Tensor, layout: TensorLayout) -> Plain:
     return Plain(tokens if layout.cuts else as_matrix(tokens), layout)
 
 
-def _check_state(sharding: LayerSharding, recipe: Recipe) -> None:
-    if not recipe.history():
-        return
+def _why_no_history(sharding: LayerSharding) -> str:
     if isinstance(sharding, OverGroup):
-        raise ValueError(
+        return (
             "linear: delayed scaling is not supported by a function of shards, because only layers keep its state. "
             "Use a recipe with current scaling, or a fp8compile.Linear on DTensors."
         )
     if isinstance(sharding, OverFsdp):
-        raise ValueError("linear: this op does not support delayed scaling of FSDP's shards. Use delayed_linear.")
-    raise ValueError(
+        return "linear: this op does not support delayed scaling of FSDP's shards. Use delayed_linear."
+    return (
         "linear: the recipe uses delayed scaling, whose scales come from previous steps, but no state was passed. "
         "Create one per layer with fp8compile.DelayedState.initial(recipe), and pass it as state=; or use "
         "fp8compile.Linear or fp8compile.convert, which keep it in buffers."
@@ -142,9 +139,10 @@ def check_layer(args: LayerArgs, gemm: Gemm, *, has_state: bool = False) -> None
         return
     if offs is not None:
         check_recipe_of_groups(recipe)
-    elif gemm is OUTPUT and not has_state:  # gradients read the multipliers in `known`
-        _check_state(sharding, recipe)
-    _check_known(name, gemm, args)
+    elif gemm is OUTPUT and not has_state and recipe.history():  # gradients read the multipliers in `known`
+        raise ValueError(_why_no_history(sharding))
+    if args.known is not NOTHING:
+        _check_known(name, gemm, args)
     if isinstance(sharding, OverGroup) and offs is not None:
         check_cut_of_groups(recipe, sharding.ranks)
         if sharding.sequence_dim is not None:

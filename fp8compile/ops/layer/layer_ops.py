@@ -61,14 +61,11 @@ def _sign(kernel: Any, name: str, compute: Callable[..., Any]) -> None:
 def register_layer_op(name: str, gemm: Gemm, compute: Callable[..., Any], **others: Any) -> OpOverload:
     """Register the op ``name``; ``compute`` takes the phase, the operands, and ``args``, which are `LayerArgs`."""
 
-    def run(phase: Phase, args: Sequence[Any]) -> Any:
-        return compute(phase, *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
-
     def kernel(*args: Any) -> Any:
-        return run(Phase.EAGER, args)
+        return compute(Phase.EAGER, *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
 
     def decompose(*args: Any) -> Any:
-        return run(Phase.compiled(gemm), args)
+        return compute(Phase.compiled(gemm), *args[:-TAIL], LayerArgs.of(*args[-TAIL:]))
 
     _sign(kernel, name, compute)
     # `fp8compile.parallel.dtensor_layer` and `fp8compile.monitor.on_dtensors` handle DTensors

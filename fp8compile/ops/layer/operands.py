@@ -211,10 +211,10 @@ class Operands:
     def laid_out(self, operand: Quantized, slot: str) -> Quantized:
         """Return the operand with codes stored once in memory, in the GEMM's order, for all GEMMs that read them.
 
-        Only an input is stored so, in a graph on a GPU; other operands are returned unchanged. Layers that share an
+        Only an input is stored so, in a graph for a GPU; other operands are returned unchanged. Layers that share an
         input, such as q, k and v, share its codes. ``slot`` is the recipe's field of the operand.
         """
-        if self.phase is Phase.EAGER or not _on_gpu(operand.codes) or not _is_aligned(operand.codes):
+        if not _on_gpu(operand.codes) or not _is_aligned(operand.codes):
             return operand
         if isinstance(operand.quantizer, DelayedScaling) and self.multiplier is not None:
             return operand

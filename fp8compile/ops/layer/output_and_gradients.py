@@ -43,7 +43,7 @@ __all__ = [
 
 
 def _output(x: Tensor, weight: Tensor, bias: Tensor | None, args: LayerArgs, operands: Operands) -> Tensor:
-    layouts, offs = args.layouts(x), args.offs
+    layouts, offs = args.sharding.layouts(x.ndim, args.sizes, args.offs), args.offs
     own_bias = None if bias is None or offs is not None else Plain(bias, layouts.bias)
     parts = part_of_tokens(x, layouts.input), Plain(weight, layouts.weight)
     y = args.sharding.finish(multiply_parts(OUTPUT, *parts, operands, own_bias), layouts.output, x.shape)
@@ -96,7 +96,7 @@ def grad_input(phase: Phase, grad_output: Tensor, weight: Tensor, args: LayerArg
     check_layer(args, GRAD_INPUT)
     if phase is Phase.BACKWARD:
         inductor.repeat_in_backward(grad_output)
-    layouts, sharding = args.layouts(grad_output), args.sharding
+    layouts, sharding = args.sharding.layouts(grad_output.ndim, args.sizes, args.offs), args.sharding
     weight = sharding.cast(weight, grad_output.dtype)
     parts = part_of_tokens(grad_output, layouts.output), Plain(weight, layouts.weight)
     product = multiply_parts(GRAD_INPUT, *parts, args.operands(phase, weight, GRAD_INPUT.b, **given))
@@ -106,7 +106,7 @@ def grad_input(phase: Phase, grad_output: Tensor, weight: Tensor, args: LayerArg
 def grad_weight(phase: Phase, grad_output: Tensor, x: Tensor, weight_dtype: torch.dtype, args: LayerArgs) -> Tensor:
     """Compute the gradient of the weight from grad_output and the input."""
     check_layer(args, GRAD_WEIGHT)
-    layouts = args.layouts(x)
+    layouts = args.sharding.layouts(x.ndim, args.sizes, args.offs)
     parts = part_of_tokens(grad_output, layouts.output), part_of_tokens(x, layouts.input)
     product = multiply_parts(GRAD_WEIGHT, *parts, args.operands(phase)).local
     return args.sharding.reduce_grad_weight(product, weight_dtype, phase)

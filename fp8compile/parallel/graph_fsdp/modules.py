@@ -111,8 +111,10 @@ class _ShardedModule(nn.Module):
                     (module._parameters[name], module.graph_fsdp.shardings[name]) for module, name in state.owners
                 ]
                 state.forward.tied = [gather(*each) for each in own]
-            exchange(layers)
-            attach(state.layers, self, (args, kwargs))
+            if layers:
+                exchange(layers)
+            if state.layers:
+                attach(state.layers, self, (args, kwargs))
             output = self._forward(*args, **kwargs)
         finally:
             if starts:
