@@ -49,6 +49,10 @@ class Fault:
     count: int = 0
 
 
+# Triton divides float32 tiles by ``/`` approximately
+APPROXIMATELY = (r"triton\.language\.div_rn\((\w+), (\w+)\)", r"(\1 / \2)")
+if torch.__version__ < "2.12":  # divides in float64
+    APPROXIMATELY = (r"tl\.float64", "tl.float32")
 FAULTS = (
     Fault("a store without its mask", r"(tl\.store\(out_ptr\d \+ \(tl\.broadcast_to\(r0_0.*), r0_mask\)", r"\1, None)",
           "IndexError: .*store .* outside of the kernel's tensors"),
@@ -65,12 +69,12 @@ FAULTS = (
     Fault("an amax that skips a block, the second half", r"r0_mask = r0_index < r0_numel",
           "r0_mask = r0_index < r0_numel // 2",
           "forward, product 0 _scaled_mm.*, left (operand|scale)", count=1),
-    Fault("a scale from 447 instead of 448", r"448\.0, tl\.float64", "447.0, tl.float64",
-          "forward, product 0 _scaled_mm.*, left scale"),
+    Fault("a scale from 447 instead of 448", r"448\.0, tl\.float(32|64)", r"447.0, tl.float\1",
+          "forward, product 0 _scaled_mm.*, left scale", count=1),
     Fault("a race: two programs write one address", r"xoffset = tl\.program_id\(0\) \* XBLOCK",
           "xoffset = tl.program_id(0) * (XBLOCK // 2)", "RuntimeError: .*written by two programs",
           graph="backward", options={"backward": True}),
-    Fault("scales by approximate division in float32", r"tl\.float64", "tl.float32",
+    Fault("scales by approximate division in float32", *APPROXIMATELY,
           "forward, product 0 _scaled_mm.*, (left|right) operand", options={"approximate": True}),
     Fault("a right operand in rows", r"\(\(64, 96\), \(1, 64\), torch\.float8_e4m3fn\)",
           "((64, 96), (96, 1), torch.float8_e4m3fn)",

@@ -3,6 +3,7 @@
 constants of a graph     register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
 group in a subclass      ProcessGroup as a tensor's attribute: not in 2.11, in 2.13 after registration, in 2.15 always
 rowwise GEMM on a CPU    `torch._scaled_mm` takes a scale for each row from 2.13 on
+exact division           Inductor's `torch.addcdiv` is correctly rounded on a GPU from 2.13 on
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch._library import opaque_object
 
 __all__ = [
+    "ADDCDIV_IS_EXACT",
     "asks_a_constant",
     "traces_no_constant",
     "KNOWN_VERSIONS",
@@ -53,6 +55,10 @@ KNOWN_VERSIONS = ((2, 11), (2, 13), (2, 15))  # versions on which the tests run
 F = TypeVar("F", bound=Callable[..., Any])
 GROUPS_ALLOWED: list[bool] = []  # not empty after PyTorch was told to allow process groups in subclasses
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+# whether compiled code on a GPU rounds the quotient in `torch.addcdiv` correctly; before 2.13 it is 2 ulp off
+ADDCDIV_IS_EXACT = TORCH_VERSION >= (2, 13) and torch.version.hip is None
 
 
 def register_constant_type(cls: type[Any]) -> None:

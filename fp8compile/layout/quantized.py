@@ -183,7 +183,7 @@ def as_operand(part: Quantized) -> tuple[Quantized, AxisBlocks | None, AxisBlock
         result; None for a side without padding.
     """
     is_whole = part.layout.offs is not None and not any(part.has_scales_of_whole)
-    if not part.cuts or is_whole:
+    if not part.layout.cuts or is_whole:
         return part, None, None
     codes, grid, batch = part.codes, part.scale, part.layout.batch
     if not batch:

@@ -12,6 +12,7 @@ import torch
 
 import fp8compile as f8
 from fp8compile import ops
+from fp8compile.library import exact_quotient
 
 FORMATS = ("e4m3", "e5m2")
 RULES = ("fp32", "pow2", "e8m0_rceil", "e8m0_floor")
@@ -63,6 +64,17 @@ def test_multipliers_and_scales_of_a_million_amaxes_are_the_oracles(mode, assert
             assert_bits_equal(scale, bytes_, f"scale, {fmt} {rule}")
         else:
             assert_bits_equal(scale, torch.from_numpy(oracle.inverse(expected)), f"scale, {fmt} {rule}")
+
+
+@MODES
+@pytest.mark.parametrize("number", [1.0, 448.0, 57344.0, 2.0**24 + 1, 1 / 6, 1e-300])
+def test_quotients_are_rounded_once_for_every_sign_and_number(number, mode, assert_bits_equal):
+    """Of two that are no float32, one is a whole number."""
+    x = torch.from_numpy(_amaxes())
+    x = torch.cat([x, -x])
+    quotient = torch.compile(exact_quotient, fullgraph=True) if mode == "inductor" else exact_quotient
+    expected = (torch.full((1,), number, dtype=torch.float64) / x).float()
+    assert_bits_equal(quotient(number, x).nan_to_num(0.0), expected.nan_to_num(0.0), "quotients")
 
 
 @pytest.mark.parametrize(

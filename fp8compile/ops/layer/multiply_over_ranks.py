@@ -126,7 +126,7 @@ def _prepared(gemm: Gemm, a: Part, b: Part) -> tuple[Part, Part, list[GroupPlan]
     """Gather or narrow both operands as this module's table says; returns both, and each group's `GroupPlan`."""
     operands = {"a": a, "b": b}
     plans: list[GroupPlan] = []
-    for index in range(len(a.cuts)):
+    for index in range(len(a.layout.cuts)):
         plan = _plan_of(gemm, index, operands["a"], operands["b"])
         if plan.gather is not None:
             operands[plan.gather] = gather(operands[plan.gather], index)

@@ -265,7 +265,7 @@ class Operands:
         elif self._reads_once(part) and self._shares_read(slot):
             return quantize_in_one_read(part, slot, self.recipe, self._steps(part, slot))
         steps = self._steps(part, slot)
-        if not part.cuts and not part.layout.batch:
+        if not part.layout.cuts and not part.layout.batch:
             return steps.quantize(part, quantizer)
         return quantize_part(part, quantizer, steps)
 
