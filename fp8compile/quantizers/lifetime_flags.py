@@ -1,4 +1,4 @@
-"""Arguments of earlier versions, which a later version will not accept: each call warns, with the new spelling."""
+"""Arguments of earlier versions: calls raise or warn with the new spelling; files still load."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ __all__ = ["accept_lifetime_flags", "lifetime_of_flags"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+STILL_ACCEPTED = "quantized_parameters"  # an argument of `convert`, which the most scripts have
 BEFORE = {  # flag -> the lifetime that True and False stand for
     "keep_weight_codes": ("pass", "call"),
     "cache_weights": ("step", None),
@@ -19,28 +20,36 @@ BEFORE = {  # flag -> the lifetime that True and False stand for
 }
 
 
-def lifetime_of_flags(options: Mapping[str, Any], *, warn: bool = False) -> dict[str, Any]:
+def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options, or fields of a recipe, in which ``weight_lifetime`` replaces the flags of earlier versions."""
     found = {name: each for name, each in options.items() if name not in BEFORE}
     for name in [flag for flag in BEFORE if flag in options]:
-        given = f"{name}={options[name]!r}"
         if type(options[name]) is not bool or options.get("weight_lifetime") is not None:
+            given = f"{name}={options[name]!r}"
             raise TypeError(f"`{name}` was replaced by `weight_lifetime`; got {given}. Pass weight_lifetime alone.")
-        lifetime = BEFORE[name][0 if options[name] else 1]
-        if lifetime is not None:
+        if (lifetime := _lifetime(name, options)) is not None:
             found["weight_lifetime"] = lifetime
-        if warn:
-            new = "Omit it" if lifetime is None else f"Pass weight_lifetime={lifetime!r} instead"
-            warnings.warn(f"{given} was replaced, and will raise an error. {new}.", FutureWarning, stacklevel=3)
     return found
 
 
+def _lifetime(flag: str, options: Mapping[str, Any]) -> str | None:
+    return BEFORE[flag][0 if options[flag] else 1]
+
+
 def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function`` accept the flags that ``weight_lifetime`` replaced."""
+    """Make ``function`` raise a TypeError, or warn, for the flags that ``weight_lifetime`` replaced."""
 
     @wraps(function)
     def accepting(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = lifetime_of_flags(kwargs, warn=True) if any(name in BEFORE for name in kwargs) else kwargs
+        flags = [name for name in BEFORE if name in kwargs]
+        given: Any = lifetime_of_flags(kwargs) if flags else kwargs
+        for name in flags:
+            lifetime = _lifetime(name, kwargs)
+            new = "Omit it" if lifetime is None else f"Pass weight_lifetime={lifetime!r} instead"
+            text = f"{name}={kwargs[name]!r} was replaced"
+            if name != STILL_ACCEPTED:
+                raise TypeError(f"{text} by `weight_lifetime`. {new}.")
+            warnings.warn(f"{text}, and will raise an error. {new}.", FutureWarning, stacklevel=2)
         return function(*args, **given)
 
     return accepting

@@ -94,25 +94,27 @@ def test_fp8_parameters_share_no_global_scale_whoever_asks_for_them():
 @pytest.mark.parametrize(
     ("call", "flag", "lifetime"),
     [
-        (
-            lambda: model_of(f8.recipes.rowwise(), quantized_parameters=True)[0].recipe,
-            "quantized_parameters",
-            "parameter",
-        ),
         (lambda: f8.recipes.rowwise(cache_weights=True), "cache_weights", "step"),
         (lambda: f8.Recipe(cache_weights=True), "cache_weights", "step"),
         (lambda: f8.recipes.by_name("nvfp4", cache_weights=True), "cache_weights", "step"),
         (lambda: f8.recipes.by_name("delayed(keep_weight_codes=False)"), "keep_weight_codes", "call"),
     ],
 )
-def test_flags_of_earlier_versions_warn_with_the_new_spelling(call, flag, lifetime):
-    with pytest.warns(FutureWarning, match=rf"{flag}=.* was replaced.* weight_lifetime='{lifetime}'"):
-        assert call().weight_lifetime == lifetime
+def test_flags_of_earlier_versions_raise_with_the_new_spelling(call, flag, lifetime):
+    with pytest.raises(TypeError, match=rf"{flag}=.* was replaced by .* Pass weight_lifetime='{lifetime}'"):
+        call()
+
+
+def test_quantized_parameters_warns_with_the_new_spelling():
+    with pytest.warns(FutureWarning, match="quantized_parameters=True was replaced.* weight_lifetime='parameter'"):
+        assert lifetimes(model_of(f8.recipes.rowwise(), quantized_parameters=True)) == ["parameter"] * 2
+    with pytest.warns(FutureWarning, match=r"quantized_parameters=False was replaced.* Omit it\."):
+        assert lifetimes(model_of(f8.recipes.delayed(), quantized_parameters=False)) == ["pass"] * 2
 
 
 def test_flags_that_mean_nothing_and_contradictions_say_so():
-    with pytest.warns(FutureWarning, match=r"quantized_parameters=False was replaced.* Omit it\."):
-        assert lifetimes(model_of(f8.recipes.delayed(), quantized_parameters=False)) == ["pass"] * 2
+    with pytest.raises(TypeError, match=r"cache_weights=False was replaced .* Omit it\."):
+        f8.recipes.rowwise(cache_weights=False)
     for options in ({"cache_weights": True, "weight_lifetime": "call"}, {"cache_weights": "yes"}):
         with pytest.raises(TypeError, match=r"`cache_weights` was replaced by `weight_lifetime`"):
             f8.recipes.rowwise(**options)
