@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fp8compile.ops.inductor_hints import after, stored
 from fp8compile.saved_tensors.operator_tables import COPIES, NONLINEAR, SPLITS, VIEWS, operator_name
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
     "value_of",
 ]
 
-OWN_COPIES = {"realize", "after", "store", "snapshot"}  # identities of ours that Inductor is told something by
+OWN_COPIES = {stored, after}  # ops of ours that return their input's values
 NEAR = 256  # nodes to look at around a tensor: more than a feed-forward block has
 
 
@@ -54,8 +55,7 @@ def is_view(node: fx.Node) -> bool:
 
 def is_copy(node: fx.Node) -> bool:
     """Whether the result of a node is a copy of its first argument, possibly cast to another dtype."""
-    name = name_of(node)
-    return name in COPIES or (getattr(node.target, "namespace", "") == "fp8compile" and name in OWN_COPIES)
+    return name_of(node) in COPIES or node.target in OWN_COPIES
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fp8compile._compat import is_unbacked, module_path, statically_true
 from fp8compile.inductor import annotated_block
+from fp8compile.ops.inductor_hints import ONCE, stored
 from fp8compile.saved_tensors.graph_walks import (
     NEAR,
     functions_of,
@@ -183,6 +184,11 @@ def _has_values_of_first(node: fx.Node) -> bool:
     return is_view(node) or is_copy(node) or name_of(node) in {"index", "index_select", "gather"}
 
 
+def _is_realized(node: fx.Node) -> bool:
+    """Whether a node is a result of `realize`: a multiplier or a scale."""
+    return node.target is stored and node.args[1] == ONCE
+
+
 def _is_statistic(node: fx.Node) -> bool:
     """Whether a node is a statistic, which never becomes codes.
 
@@ -190,7 +196,7 @@ def _is_statistic(node: fx.Node) -> bool:
     result.
     """
     current = node
-    while current.op == "call_function" and name_of(current) != "realize" and _has_values_of_first(current):
+    while current.op == "call_function" and not _is_realized(current) and _has_values_of_first(current):
         current = current.args[0]  # type: ignore[assignment]
     sizes = value_of(node).shape
     if len(sizes) < 2 or (isinstance(sizes[-1], int) and sizes[-1] == 1):
@@ -203,8 +209,7 @@ def _is_statistic(node: fx.Node) -> bool:
         each = pending.pop()
         if each.op != "call_function":
             continue
-        # what we realize is a multiplier or a scale
-        if name_of(each) == "realize" or (_is_reduction(each) and _reduces_last_dim(each)):
+        if _is_realized(each) or (_is_reduction(each) and _reduces_last_dim(each)):
             return True
         if is_pointwise(each):
             size = value_of(each).numel()
