@@ -12,7 +12,6 @@ __all__ = ["accept_lifetime_flags", "lifetime_of_flags"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-STILL_ACCEPTED = "quantized_parameters"  # an argument of `convert`, which the most scripts have
 BEFORE = {  # flag -> the lifetime that True and False stand for
     "keep_weight_codes": ("pass", "call"),
     "cache_weights": ("step", None),
@@ -27,13 +26,9 @@ def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
         if type(options[name]) is not bool or options.get("weight_lifetime") is not None:
             given = f"{name}={options[name]!r}"
             raise TypeError(f"`{name}` was replaced by `weight_lifetime`; got {given}. Pass weight_lifetime alone.")
-        if (lifetime := _lifetime(name, options)) is not None:
+        if (lifetime := BEFORE[name][not options[name]]) is not None:
             found["weight_lifetime"] = lifetime
     return found
-
-
-def _lifetime(flag: str, options: Mapping[str, Any]) -> str | None:
-    return BEFORE[flag][0 if options[flag] else 1]
 
 
 def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
@@ -44,10 +39,10 @@ def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
         flags = [name for name in BEFORE if name in kwargs]
         given: Any = lifetime_of_flags(kwargs) if flags else kwargs
         for name in flags:
-            lifetime = _lifetime(name, kwargs)
+            lifetime = BEFORE[name][not kwargs[name]]
             new = "Omit it" if lifetime is None else f"Pass weight_lifetime={lifetime!r} instead"
             text = f"{name}={kwargs[name]!r} was replaced"
-            if name != STILL_ACCEPTED:
+            if name != "quantized_parameters":  # the flag that most scripts have
                 raise TypeError(f"{text} by `weight_lifetime`. {new}.")
             warnings.warn(f"{text}, and will raise an error. {new}.", FutureWarning, stacklevel=2)
         return function(*args, **given)

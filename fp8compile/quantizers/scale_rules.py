@@ -8,9 +8,8 @@
 
 Values are multiplied before they are rounded. On every backend, a division has the correctly rounded float32 quotient.
 In float32, `number / tensor` in PyTorch would be a reciprocal and a product, and `/` in Triton is only accurate to
-2 ulp. `torch.addcdiv` divides exactly: on a GPU, Inductor has one instruction sequence in float32 for it (div.rn).
-Other divisions are computed in float64 and rounded, which gives the same bits, because 53 bits are at least
-2 * 24 + 2. A multiprocessor of a consumer GPU divides 64 times slower in float64.
+2 ulp, but `torch.addcdiv` becomes div.rn in float32. Other divisions are computed in float64 and rounded, to the same
+bits, because 53 bits are at least 2 * 24 + 2; float64 is 64 times slower on a consumer GPU.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433 (scaling by amax); OCP
 Microscaling Formats 1.0, section 6.3 (e8m0_floor); Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8",

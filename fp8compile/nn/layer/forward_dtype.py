@@ -26,9 +26,8 @@ IS_UNNOTED: ContextVar[bool] = ContextVar("is_unnoted", default=False)
 
 
 def _add(layer: nn.Module, weight: nn.Parameter, dtype: torch.dtype | None) -> None:
-    seen = FORWARD_DTYPES.get(layer, frozenset())
-    if dtype not in seen and not IS_UNNOTED.get() and not has_codes(local_itself(weight)):
-        FORWARD_DTYPES[layer] = seen | {dtype}
+    if not IS_UNNOTED.get() and not has_codes(local_itself(weight)):
+        FORWARD_DTYPES[layer] = FORWARD_DTYPES.get(layer, frozenset()) | {dtype}
 
 
 @constant_when_traced  # takes the weight, because a graph that takes the layer would have a guard on its identity

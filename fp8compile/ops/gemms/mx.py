@@ -12,7 +12,7 @@ from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT, float8_kind, scaled_
 from fp8compile.quantizers import GemmConfig, Quantizer
 from fp8compile.scale_layouts import for_each_row, swizzled
 
-__all__ = ["MX", "MX_BLOCK", "is_mx"]
+__all__ = ["MX", "MX_BLOCK", "is_mx", "takes_mx"]
 
 MX_BLOCK = 32
 BLOCKS = ((1, MX_BLOCK), (MX_BLOCK, 1), (MX_BLOCK, MX_BLOCK))
@@ -23,7 +23,8 @@ def is_mx(quantizer: Quantizer) -> bool:
     return quantizer.block in BLOCKS and quantizer.stores_e8m0()
 
 
-def _takes(a: Quantizer, b: Quantizer) -> bool:
+def takes_mx(a: Quantizer, b: Quantizer) -> bool:
+    """Whether both operands of a GEMM are MX."""
     return float8_kind(a, b) == "blockwise" and is_mx(a) and is_mx(b)
 
 
@@ -46,7 +47,7 @@ def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCo
 MX = GemmKernel(
     name="mx",
     detail="native, MX GEMM",
-    takes=_takes,
+    takes=takes_mx,
     lacks=_lacks,
     multiply=_multiply,
     calls=("_scaled_mm",),

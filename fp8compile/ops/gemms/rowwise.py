@@ -20,10 +20,11 @@ from fp8compile.ops.gemms.interface import GemmKernel, GemmProblem
 from fp8compile.ops.gemms.torch_scaled_mm import float8_kind, padded, scaled_mm
 from fp8compile.quantizers import GemmConfig, Quantizer
 
-__all__ = ["ROWWISE", "SCALED_AFTER"]
+__all__ = ["ROWWISE", "SCALED_AFTER", "takes_rows"]
 
 
-def _takes(a: Quantizer, b: Quantizer) -> bool:
+def takes_rows(a: Quantizer, b: Quantizer) -> bool:
+    """Whether operands (m, k) and (k, n) have one scale each, or a scale for each row and column."""
     return float8_kind(a, b) in ("tensorwise", "rowwise")
 
 
@@ -54,7 +55,7 @@ def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, config: GemmCo
 ROWWISE = GemmKernel(
     name="rowwise",
     detail="native, rowwise GEMM",
-    takes=_takes,
+    takes=takes_rows,
     lacks=_lacks,
     multiply=_multiply,
     calls=("_scaled_mm",),

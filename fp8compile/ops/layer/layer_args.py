@@ -51,8 +51,8 @@ class LayerArgs(NamedTuple):
     ) -> LayerArgs:
         """Read an op's last arguments; their annotations are the schemas of all ops."""
         later = Known(*Known.last_set(known)) if len(known) > len(Known._fields) else None
-        first = Known.first_set(known) if known else NOTHING
-        return cls(offs, first, later, sizes, _compat.unwrapped(sharding), recipe)
+        own = Known.first_set(known) if known else NOTHING
+        return cls(offs, own, later, sizes, _compat.unwrapped(sharding), recipe)
 
     def operands(self, phase: Phase, weight: Tensor | None = None, slot: str = "", /, **given: Any) -> Operands:
         """Return the `Operands` of one GEMM.

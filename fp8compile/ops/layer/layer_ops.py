@@ -158,8 +158,7 @@ def empty_output(x: Tensor, weight: Tensor, args: LayerArgs) -> Tensor:
 
 
 def _empty_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *tail: Any) -> Tensor:
-    args = LayerArgs.of(*tail)
-    check_layer(args, OUTPUT)
+    check_layer(args := LayerArgs.of(*tail), OUTPUT)
     return empty_output(x, weight, args)
 
 

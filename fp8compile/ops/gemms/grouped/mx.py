@@ -19,17 +19,12 @@ from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm
 from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import lacks_grouped, scaled_outer, scaled_rows
 from fp8compile.ops.gemms.interface import GemmProblem
-from fp8compile.ops.gemms.mx import MX_BLOCK, is_mx
-from fp8compile.ops.gemms.torch_scaled_mm import float8_kind
+from fp8compile.ops.gemms.mx import MX_BLOCK, takes_mx
 from fp8compile.ops.groups.padding import alignment, padded_length, padded_offsets, row_of_columns
-from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.quantizers import GemmConfig
 from fp8compile.scale_layouts import TILE_BLOCKS, TILE_ROWS, for_each_row, swizzled, tiled
 
 __all__ = ["MX"]
-
-
-def _takes(a: Quantizer, b: Quantizer) -> bool:
-    return float8_kind(a, b) == "blockwise" and is_mx(a) and is_mx(b)
 
 
 def _lacks(problem: GemmProblem) -> str | None:
@@ -88,7 +83,7 @@ def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, 
 MX = GroupedGemm(
     name="mx",
     detail="native, MX grouped GEMM",
-    takes=_takes,
+    takes=takes_mx,
     lacks=_lacks,
     rows=_rows,
     outer=_outer,

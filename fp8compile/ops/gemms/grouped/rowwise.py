@@ -24,15 +24,12 @@ from fp8compile.ops.gemms.grouped.torch_scaled_grouped_mm import (
     scaled_rows,
 )
 from fp8compile.ops.gemms.interface import GemmProblem
-from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT, float8_kind
+from fp8compile.ops.gemms.rowwise import takes_rows
+from fp8compile.ops.gemms.torch_scaled_mm import ALIGNMENT
 from fp8compile.ops.groups.padding import alignment, padded_offsets
-from fp8compile.quantizers import GemmConfig, Quantizer
+from fp8compile.quantizers import GemmConfig
 
 __all__ = ["ROWWISE"]
-
-
-def _takes(a: Quantizer, b: Quantizer) -> bool:
-    return float8_kind(a, b) in ("tensorwise", "rowwise")
 
 
 def _lacks(problem: GemmProblem) -> str | None:
@@ -66,7 +63,7 @@ def _outer(a: Quantized, b: Quantized, offsets: Tensor, out_dtype: torch.dtype, 
 ROWWISE = GroupedGemm(
     name="rowwise",
     detail="native, rowwise grouped GEMM",
-    takes=_takes,
+    takes=takes_rows,
     lacks=_lacks,
     rows=_rows,
     outer=_outer,

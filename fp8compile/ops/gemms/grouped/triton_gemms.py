@@ -17,6 +17,7 @@ from fp8compile.ops.gemms.gpu_support import lacks_tensor_cores, why_not
 from fp8compile.ops.gemms.grouped.grouped_blockwise_mm import grouped_blockwise_mm
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm
 from fp8compile.ops.gemms.interface import GemmProblem
+from fp8compile.ops.gemms.rowwise import takes_rows
 from fp8compile.ops.gemms.torch_scaled_mm import float8_kind
 from fp8compile.quantizers import GemmConfig, Quantizer
 
@@ -25,10 +26,6 @@ __all__ = ["BLOCKWISE", "ROWWISE_TRITON"]
 
 def _takes_blocks(a: Quantizer, b: Quantizer) -> bool:
     return float8_kind(a, b) == "blockwise" and a.block == (1, BLOCK) and b.block in ((BLOCK, BLOCK), (BLOCK, 1))
-
-
-def _takes_rows(a: Quantizer, b: Quantizer) -> bool:
-    return float8_kind(a, b) in ("tensorwise", "rowwise")
 
 
 def _lacks_blocks(problem: GemmProblem) -> str | None:
@@ -59,7 +56,7 @@ BLOCKWISE = GroupedGemm(
 ROWWISE_TRITON = GroupedGemm(
     name="rowwise_triton",
     detail="native, rowwise grouped GEMM in Triton",
-    takes=_takes_rows,
+    takes=takes_rows,
     lacks=_lacks_rows,
     rows=_multiply,
     outer=_multiply,
