@@ -25,7 +25,7 @@ from benchmarks.kernels import arch_for
 from benchmarks.mlp import Mlp
 from benchmarks.table import Row, emit
 from fp8compile.ops import weight_codes as make_codes
-from fp8compile.ops.layer.operands import WEIGHT_SLOTS
+from fp8compile.ops.layer.operands import WEIGHT_ROLES
 from fp8compile.testing import gpu_kernels
 
 __all__ = ["RECIPES", "moved_row"]
@@ -53,8 +53,8 @@ def moved_row(name: str) -> Row:
             found[cached] = _gb(model, (x,), name)
 
         def step(*weights: Tensor) -> list[tuple[Tensor, ...]]:
-            slots = WEIGHT_SLOTS[:1] if recipe.shares_weight_codes() else WEIGHT_SLOTS
-            return [make_codes(weight, slot, recipe) for weight in weights for slot in slots]
+            roles = WEIGHT_ROLES[:1] if recipe.shares_weight_codes() else WEIGHT_ROLES
+            return [make_codes(weight, role, recipe) for weight in weights for role in roles]
 
         making = sum(_gb(step, tuple(weight.detach() for weight in weights), name))
     without, cached_gb = sum(found[False]), sum(found[True])

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {name: {} for name in READY} | {
 BACKENDS = (None, "aot_eager", "inductor")
 INDUCTOR = ("tensorwise", "blockwise", "nvfp4", "delayed")
 WITHOUT_GROUPS = ("delayed",)
-SLOTS = (
+ROLES = (
     "input", "weight", "grad_output", "weight_for_grad_input", "grad_output_for_grad_weight", "input_for_grad_weight",
 )  # fmt: skip
 
@@ -95,12 +95,12 @@ def _grouped(recipe: f8.Recipe, rows: int, backend: str | None) -> Iterator[tupl
 
 
 def _data(recipe: f8.Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
-    for slot in SLOTS:
-        quantizer = getattr(recipe, slot)
+    for role in ROLES:
+        quantizer = getattr(recipe, role)
         if quantizer is not None and not recipe.history():
             found = f8.quantize(_values(64, 128, seed=5), quantizer)
             yield (
-                f"data of {slot}",
+                f"data of {role}",
                 {name: value for name, value in _fields(found).items() if isinstance(value, Tensor)},
             )
 

@@ -24,7 +24,7 @@ from examples.train.trainer import Diverged, Trainer, reproduce_bits
 __all__ = ["baseline", "final_loss", "plant_wrong_scale"]
 
 # Each is one operand of the first two GEMMs; grad_weight's cannot show, as criterion.py says.
-PLANTED_SLOTS = ("weight", "grad_output")
+PLANTED_ROLES = ("weight", "grad_output")
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,19 +36,19 @@ class WrongScale(f8.CurrentScaling):
         return super().scale_of(multiplier) * 2
 
 
-def plant_wrong_scale(recipe: f8.Recipe, slot: str) -> f8.Recipe:
+def plant_wrong_scale(recipe: f8.Recipe, role: str) -> f8.Recipe:
     """The recipe with a wrong scale in one operand, to see that the criterion sees it.
 
     Args:
         recipe: A right one, of :class:`fp8compile.CurrentScaling`.
-        slot: The operand, "weight" for one.
+        role: The operand, "weight" for one.
 
     Returns:
         The wrong recipe.
     """
-    right = getattr(recipe, slot)
+    right = getattr(recipe, role)
     fields = {"format": right.format, "block": right.block, "scale": right.scale, "eps": right.eps}
-    return replace(recipe, **{slot: WrongScale(**fields)})
+    return replace(recipe, **{role: WrongScale(**fields)})
 
 
 def final_loss(config: TrainConfig, text: Text, recipe: f8.Recipe | None, *, seed: int) -> float:
@@ -107,9 +107,9 @@ def main(names: list[str]) -> int:
     print(f"{reference}  [{time.perf_counter() - start:.0f} s]", flush=True)
     names = names or list(f8.recipes.names())
     cases = [(name, f8.recipes.by_name(name), True) for name in names]
-    for slot in PLANTED_SLOTS:
-        wrong = plant_wrong_scale(f8.recipes.by_name(names[0]), slot)
-        cases.append((f"{names[0]}, wrong scale of {slot}", wrong, False))
+    for role in PLANTED_ROLES:
+        wrong = plant_wrong_scale(f8.recipes.by_name(names[0]), role)
+        cases.append((f"{names[0]}, wrong scale of {role}", wrong, False))
     as_expected = True
     for name, recipe, should_pass in cases:
         start = time.perf_counter()

@@ -73,7 +73,7 @@ step, monitor = torch.compile(layers, fullgraph=True), f8.Monitor(layers, every=
 for index in range(4):
     step(torch.full((16, 32), index + 1.0, dtype=torch.bfloat16)).float().square().sum().backward()
     if monitor.is_reading:
-        reading = {layer: slots["grad_output"] for layer, slots in monitor.read().items()}
+        reading = {layer: roles["grad_output"] for layer, roles in monitor.read().items()}
     monitor.step()
 found = {k: v for group in ("aot_autograd", "inductor") for k, v in counters[group].items() if "cache" in k}
 print(json.dumps({"reading": reading, "graphs": counters["stats"]["unique_graphs"], "counters": found}))

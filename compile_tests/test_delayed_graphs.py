@@ -184,15 +184,15 @@ def test_evaluation_updates_nothing_and_computes_no_amax():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", "inductor"])
-@pytest.mark.parametrize("slots", [("input", "weight"), ("input",), ("weight",), ("grad_output",)], ids="+".join)
-def test_a_state_in_which_some_tensors_have_no_row_goes_on_as_in_eager(slots, backend):
+@pytest.mark.parametrize("roles", [("input", "weight"), ("input",), ("weight",), ("grad_output",)], ids="+".join)
+def test_a_state_in_which_some_tensors_have_no_row_goes_on_as_in_eager(roles, backend):
     """Also one that depends on no gradient, which PyTorch's partitioner orders otherwise: amaxes that get smaller."""
     value, gradient = f8.DelayedScaling(history=4), f8.DelayedScaling(format="e5m2", history=4)
     recipe = f8.Recipe(
-        input=value if "input" in slots else f8.CurrentScaling(),
-        weight=value if "weight" in slots else f8.CurrentScaling(),
-        grad_output=gradient if "grad_output" in slots else None,
-        weight_for_grad_input=f8.CurrentScaling() if "grad_output" in slots else None,
+        input=value if "input" in roles else f8.CurrentScaling(),
+        weight=value if "weight" in roles else f8.CurrentScaling(),
+        grad_output=gradient if "grad_output" in roles else None,
+        weight_for_grad_input=f8.CurrentScaling() if "grad_output" in roles else None,
     )
 
     def states(backend):

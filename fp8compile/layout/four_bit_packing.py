@@ -63,7 +63,7 @@ def with_a_code_a_byte(recipe: Recipe) -> Recipe:
 
     Quantizers with an outer scale do not change.
     """
-    slots = {slot: getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)}
-    packs = {slot: each for slot, each in slots.items() if each is not None and not each.has_outer_scale()}
-    changed = {slot: own for slot, each in packs.items() if (own := each.unpacked()) is not None and own != each}
+    roles = {role: getattr(recipe, role) for gemm in GEMMS for role in (gemm.a, gemm.b)}
+    packs = {role: each for role, each in roles.items() if each is not None and not each.has_outer_scale()}
+    changed = {role: own for role, each in packs.items() if (own := each.unpacked()) is not None and own != each}
     return replace(recipe, **changed) if changed else recipe

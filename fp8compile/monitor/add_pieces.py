@@ -68,24 +68,24 @@ FLAGS = 5
 
 
 def rows_of(
-    found: Mapping[str, Pieces | None], slots: Sequence[str], counts: tuple[int, int], matrices: int, like: Tensor
+    found: Mapping[str, Pieces | None], roles: Sequence[str], counts: tuple[int, int], matrices: int, like: Tensor
 ) -> Tensor:
-    """Combine partial counts to sums and maxima, with a row for each of ``slots``, fields of a recipe.
+    """Combine partial counts to sums and maxima, with a row for each of ``roles``, fields of a recipe.
 
     Args:
         found: Partial counts by field; two fields may share them.
-        slots: The fields, such as ``"weight"``. A field without partial counts gets the totals of no elements.
+        roles: The fields, such as ``"weight"``. A field without partial counts gets the totals of no elements.
         counts: Two ints: the number of sums, and of maxima.
         matrices: Number E of stacked matrices, or of groups; 1 for one matrix.
         like: A tensor on the result's device.
 
     Returns:
-        (slots, 3 + sums + maxima, E) float64; the first three columns are `FIRST_SUMS`.
+        (roles, 3 + sums + maxima, E) float64; the first three columns are `FIRST_SUMS`.
     """
-    every = [each for slot in slots if (each := found.get(slot)) is not None]
+    every = [each for role in roles if (each := found.get(role)) is not None]
     distinct = list({id(each): each for each in every}.values())
     if not distinct:
-        return _no_elements((len(slots), len(FIRST_SUMS) + sum(counts), matrices), counts[1], like.device)
+        return _no_elements((len(roles), len(FIRST_SUMS) + sum(counts), matrices), counts[1], like.device)
     places = {id(each): index for index, each in enumerate(distinct)}
     grouped = [each for each in distinct if each.group is not None]
     pieces: dict[int, Tensor] = {}  # each once, or else Inductor copies a view of it
@@ -103,7 +103,7 @@ def rows_of(
         [each.numel for each in distinct if isinstance(each.numel, Tensor)],
         [-1 if isinstance(each.numel, Tensor) else each.numel for each in distinct],
         [flag for each in distinct for flag in each.flags()],
-        [-1 if (each := found.get(slot)) is None else places[id(each)] for slot in slots],
+        [-1 if (each := found.get(role)) is None else places[id(each)] for role in roles],
         matrices,
     )
 

@@ -45,7 +45,7 @@ __all__ = [
     "Statistic",
     "Total",
     "columns_of",
-    "counts_slot",
+    "counts_role",
     "is_sum",
     "names_of_columns",
     "register_statistic",
@@ -243,19 +243,19 @@ def register_statistic(
     salt_with(compute.__module__, f"statistic {name}")  # a graph has only its name
 
 
-def totals_of(statistics: Sequence[str], slots: Sequence[str] | None = None) -> str:
+def totals_of(statistics: Sequence[str], roles: Sequence[str] | None = None) -> str:
     """Return the names of the totals that these statistics need, as one string, which ops take as a constant.
 
-    The string is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if only these ``slots`` of a recipe count.
+    The string is ``"amax,underflow"``, or ``"amax,underflow@input,weight"`` if only these ``roles`` of a recipe count.
     """
     names = ",".join(dict.fromkeys(total for name in statistics for total in STATISTICS[name].totals))
-    return names if slots is None else f"{names}@{','.join(slots)}"
+    return names if roles is None else f"{names}@{','.join(roles)}"
 
 
-def counts_slot(totals: str, slot: str) -> bool:
-    """Whether ``totals``, such as ``"amax,underflow@input,weight"``, counts the recipe's field ``slot``."""
-    _, restricted, slots = totals.partition("@")
-    return not restricted or slot in slots.split(",")
+def counts_role(totals: str, role: str) -> bool:
+    """Whether ``totals``, such as ``"amax,underflow@input,weight"``, counts the recipe's field ``role``."""
+    _, restricted, roles = totals.partition("@")
+    return not restricted or role in roles.split(",")
 
 
 @cache

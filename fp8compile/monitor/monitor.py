@@ -29,7 +29,7 @@ from fp8compile.nn.layer.functional import check_recipe
 from fp8compile.nn.layer.observed_module import Observed
 from fp8compile.ops.layer.check_recipe_of_groups import check_recipe_of_groups
 from fp8compile.quantizers import TENSORS, Recipe
-from fp8compile.quantizers.recipe import SLOTS
+from fp8compile.quantizers.recipe import ROLES
 
 __all__ = ["STATISTICS", "TE_NAMES", "Monitor", "NonFiniteError", "Observed", "Reading", "flat"]
 
@@ -104,12 +104,12 @@ class Monitor:
         as_if: Recipe | None = None,
     ) -> None:
         _check_names("statistics", statistics, STATISTICS)
-        _check_names("operands", operands or (), SLOTS)
+        _check_names("operands", operands or (), ROLES)
         if every < 1:
             raise ValueError(
                 f"Monitor: `every` must be the number of steps between readings, at least 1, not {every}."
             )
-        self._statistics, self._operands, self._every = tuple(statistics), operands or SLOTS, every
+        self._statistics, self._operands, self._every = tuple(statistics), operands or ROLES, every
         self._totals = totals_of((*statistics, *(("nonfinite",) if stop_at_nonfinite else ())), operands)
         self._products = _products(model, layers or ("*",), self._totals, as_if)
         self._modules = list({id(each.module): each.module for each in self._products.values()}.values())
@@ -273,22 +273,22 @@ class Monitor:
 
     def _of_layer(self, rows: list[list[float]]) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for slot, row in zip(SLOTS, rows, strict=True):
-            if slot not in self._operands:
+        for role, row in zip(ROLES, rows, strict=True):
+            if role not in self._operands:
                 continue
-            totals = _once(dict(zip(self._columns, row, strict=True)), slot)
+            totals = _once(dict(zip(self._columns, row, strict=True)), role)
             names = [name for name in self._statistics if totals[VALUED] or STATISTICS[name].of_codes()]
             if totals[NUMEL] and names:
-                found[slot] = {name: STATISTICS[name].finish(totals) for name in names}
+                found[role] = {name: STATISTICS[name].finish(totals) for name in names}
         return found
 
 
-def _once(totals: dict[str, float], slot: str) -> dict[str, float]:
+def _once(totals: dict[str, float], role: str) -> dict[str, float]:
     """Divide a weight's sums by how often micro-batches and replicas have added the same weight.
 
-    Totals of operands that are no weights are returned unchanged; ``slot`` is the operand's field in the recipe.
+    Totals of operands that are no weights are returned unchanged; ``role`` is the operand's field in the recipe.
     """
-    if slot not in TENSORS["weight"] or not (passes := totals[PASSES]):
+    if role not in TENSORS["weight"] or not (passes := totals[PASSES]):
         return totals
     passes = round(passes) if abs(passes - round(passes)) < 1e-6 else passes  # it adds up parts, such as thirds
     return {name: value / passes if is_sum(name) else value for name, value in totals.items()}
@@ -303,9 +303,9 @@ def flat(reading: Reading, names: Mapping[str, str] | None = None) -> dict[str, 
     """
     names = names or {}
     return {
-        f"fp8/{layer}/{slot}/{names.get(name, name)}": value * 100 if names.get(name, "").endswith("%") else value
-        for layer, slots in reading.items()
-        for slot, found in slots.items()
+        f"fp8/{layer}/{role}/{names.get(name, name)}": value * 100 if names.get(name, "").endswith("%") else value
+        for layer, roles in reading.items()
+        for role, found in roles.items()
         for name, value in found.items()
     }
 

@@ -17,11 +17,11 @@ from fp8compile.monitor.definitions import NUMEL, names_of_columns
 from fp8compile.monitor.observe import Observer
 from fp8compile.monitor.statistics_over_ranks import num_ranks
 from fp8compile.quantizers import TENSORS
-from fp8compile.quantizers.recipe import SLOTS
+from fp8compile.quantizers.recipe import ROLES
 
 __all__ = ["NonFinite", "NonFiniteError", "is_finite_on_all_ranks"]
 
-FORWARD = tuple(slot for slot in SLOTS if slot not in TENSORS["grad_output"])
+FORWARD = tuple(role for role in ROLES if role not in TENSORS["grad_output"])
 
 
 class NonFiniteError(FloatingPointError):
@@ -70,7 +70,7 @@ class NonFinite:
         parts = []
         for name in matrices:  # the same order on all ranks
             found = observers.get(name)
-            own = like.sums.new_zeros(len(SLOTS), 2, most)
+            own = like.sums.new_zeros(len(ROLES), 2, most)
             if found is not None:
                 own[..., : found.sums.shape[2]] = found.sums[:, self._columns]
             parts.append(own)
@@ -89,13 +89,13 @@ class NonFinite:
         pending, self._pending = self._pending, None
         if pending.arrived is not None:
             pending.arrived.synchronize()
-        forward = [SLOTS.index(slot) for slot in FORWARD]
-        backward = [SLOTS.index(slot) for slot in SLOTS if slot not in FORWARD]
-        order = [(name, slot) for name in pending.order for slot in forward]
-        order += [(name, slot) for name in reversed(pending.order) for slot in backward]
+        forward = [ROLES.index(role) for role in FORWARD]
+        backward = [ROLES.index(role) for role in ROLES if role not in FORWARD]
+        order = [(name, role) for name in pending.order for role in forward]
+        order += [(name, role) for name in reversed(pending.order) for role in backward]
         rows = {name: row for row, name in enumerate(pending.matrices)}
-        for name, slot in order:
-            numbers = pending.counts[:, rows[name], slot]  # (ranks, 2, E)
+        for name, role in order:
+            numbers = pending.counts[:, rows[name], role]  # (ranks, 2, E)
             places = (numbers[:, 1] > 0).nonzero().tolist()
             if not places:
                 continue
@@ -104,7 +104,7 @@ class NonFinite:
             others = sorted({each for each, _ in places} - {rank})
             layer = f"{name}.{expert}" if pending.matrices[name] else name
             raise NonFiniteError(
-                f"Monitor: step {pending.step}, rank {rank}: {layer or 'the model'}, {SLOTS[slot]}: {int(count)} of "
+                f"Monitor: step {pending.step}, rank {rank}: {layer or 'the model'}, {ROLES[role]}: {int(count)} of "
                 f"{int(size)} elements are NaN or infinite. No operand before it, in the order in which layers run, "
                 f"has any{f'; ranks {others} also have NaN or infinite elements in this operand' if others else ''}."
             )

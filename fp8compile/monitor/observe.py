@@ -36,20 +36,20 @@ from fp8compile.ops.layer.layer_ops import register_layer_op
 from fp8compile.ops.layer.layer_sharding import LayerSharding
 from fp8compile.ops.layer.operands import GRAD_INPUT, OUTPUT, Phase
 from fp8compile.quantizers import TENSORS, Recipe
-from fp8compile.quantizers.recipe import SLOTS
+from fp8compile.quantizers.recipe import ROLES
 
 __all__ = ["Observer", "beside_output", "is_here", "observe", "observe_gradient", "totals_of_op"]
 
-FORWARD_SLOTS = (*TENSORS["input"], *TENSORS["weight"])
+FORWARD_ROLES = (*TENSORS["input"], *TENSORS["weight"])
 
 
 class Observer(NamedTuple):
-    """The buffers that accumulate the totals of one layer's operands; a slot is a field of the recipe.
+    """The buffers that accumulate the totals of one layer's operands; a role is a field of the recipe.
 
     Attributes:
-        sums: (slots, sums, E) float64, with `FIRST_SUMS` before the totals that are sums; E is the number of matrices
+        sums: (roles, sums, E) float64, with `FIRST_SUMS` before the totals that are sums; E is the number of matrices
             or groups.
-        maxima: (slots, maxima, E) float32.
+        maxima: (roles, maxima, E) float32.
         totals: Names of the totals, such as ``"amax,underflow"`` (`totals_of`).
         first: Index of this rank's first matrix among the E matrices.
         recipe: The recipe whose quantizers are observed; None for the layer's recipe.
@@ -69,10 +69,10 @@ class Observer(NamedTuple):
         groups. ``recipe`` is the recipe to observe; None for the layer's recipe.
         """
         sums, maxima = columns_of(totals)
-        shape = len(SLOTS), len(FIRST_SUMS) + len(sums), matrices
+        shape = len(ROLES), len(FIRST_SUMS) + len(sums), matrices
         return cls(
             torch.zeros(shape, dtype=torch.float64, device=device),
-            torch.full((len(SLOTS), len(maxima), matrices), -torch.inf, device=device),
+            torch.full((len(ROLES), len(maxima), matrices), -torch.inf, device=device),
             totals,
             recipe=recipe,
         )
@@ -111,17 +111,17 @@ class Observer(NamedTuple):
 # ---------------------------------------------------------------------------------- ops
 
 
-def is_here(slot: str, found: Quantized | None, *, gradient: bool, later: bool) -> bool:
+def is_here(role: str, found: Quantized | None, *, gradient: bool, later: bool) -> bool:
     """Whether an op, and not the layer's other op that observes, counts the codes of a field of the recipe.
 
     Args:
-        slot: The field, such as ``"weight"``.
+        role: The field, such as ``"weight"``.
         found: Codes of the field; None if they are not made yet.
         gradient: Whether this is the backward's op.
         later: Whether the backward counts the codes that it makes of input and weight.
     """
-    if slot not in FOR_GRADIENTS:
-        return gradient is (slot not in FORWARD_SLOTS)
+    if role not in FOR_GRADIENTS:
+        return gradient is (role not in FORWARD_ROLES)
     if found is None:
         return later or not gradient
     if not later or not is_traced(found.codes):
@@ -178,8 +178,8 @@ def totals_of_op(
 ) -> Tensor:
     """Combine partial counts, ``found`` by field, to totals on the device of ``like``."""
     sums, maxima = columns_of(totals)
-    slots, matrices = SLOTS if gradient else FORWARD_SLOTS, 1 if offs is None else offs.shape[0]
-    return rows_of(found, slots, (len(sums), len(maxima)), matrices, like)
+    roles, matrices = ROLES if gradient else FORWARD_ROLES, 1 if offs is None else offs.shape[0]
+    return rows_of(found, roles, (len(sums), len(maxima)), matrices, like)
 
 
 def beside_output(y: Tensor, rows: Tensor, offs: Tensor | None, phase: Phase) -> tuple[Tensor, Tensor]:
@@ -272,7 +272,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
     first, *_ = ctx.constants
     own_sums, own_maxima = ctx.buffers
     behind, columns = own_sums.shape[-1] - first - rows.shape[-1], own_sums.shape[1]
-    within = first, behind, 0, 0, 0, len(SLOTS) - len(FORWARD_SLOTS)  # of the forward's rows in the buffer
+    within = first, behind, 0, 0, 0, len(ROLES) - len(FORWARD_ROLES)  # of the forward's rows in the buffer
     sums = pad(rows[:, :columns], within) + pad(found[:, :columns], within[:2])
     own_sums.copy_(own_sums + sums)
     own_maxima.copy_(torch.maximum(own_maxima, _largest(rows[:, columns:], found[:, columns:], within).float()))

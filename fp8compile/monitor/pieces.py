@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8compile import inductor
 from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.monitor.add_pieces import Pieces
-from fp8compile.monitor.definitions import Total, columns_of, counts_slot
+from fp8compile.monitor.definitions import Total, columns_of, counts_role
 from fp8compile.monitor.elements import (
     Elements,
     elements_of,
@@ -84,25 +84,25 @@ def counted(
         shares = _share_magnitudes(seen, operands.recipe, names, (own, other))
         is_forward = is_here(own, None)
         known: dict[Any, Pieces | None] = {}
-        for slot in (own, other):
-            quantizer = getattr(operands.recipe, slot)
-            if quantizer is None or not counts_slot(names, slot) or (seen.part is None and slot not in seen.codes):
+        for role in (own, other):
+            quantizer = getattr(operands.recipe, role)
+            if quantizer is None or not counts_role(names, role) or (seen.part is None and role not in seen.codes):
                 continue
-            key = quantizer if seen.part is not None else slot
+            key = quantizer if seen.part is not None else role
             if key not in known:
-                has_magnitudes = slot == own or is_forward or not shares
-                known[key] = _of_slot(seen, slot, operands, names, is_here, first, has_magnitudes=has_magnitudes)
-            found[slot] = known[key]
+                has_magnitudes = role == own or is_forward or not shares
+                known[key] = _of_role(seen, role, operands, names, is_here, first, has_magnitudes=has_magnitudes)
+            found[role] = known[key]
         if shares and is_forward and found[other] is None:
             found[other] = _magnitudes_alone(found[own], names)
     return found
 
 
-def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, slots: tuple[str, str]) -> bool:
+def _share_magnitudes(seen: Seen, recipe: Recipe, names: str, roles: tuple[str, str]) -> bool:
     """Whether one cast of a tensor counts totals of magnitudes for both casts, because both read the same values."""
-    if seen.part is None or slots[1] not in FOR_GRADIENTS:
+    if seen.part is None or roles[1] not in FOR_GRADIENTS:
         return False
-    own, other = (getattr(recipe, slot) if counts_slot(names, slot) else None for slot in slots)
+    own, other = (getattr(recipe, role) if counts_role(names, role) else None for role in roles)
     return own is not None and other is not None and own.transform() == other.transform()
 
 
@@ -119,25 +119,25 @@ def _are_magnitudes(names: str) -> bool:
     return not sums and all(total.is_magnitude for total in maxima)
 
 
-def _of_slot(
-    seen: Seen, slot: str, operands: Operands, names: str, is_here: IsHere, first: int, *, has_magnitudes: bool
+def _of_role(
+    seen: Seen, role: str, operands: Operands, names: str, is_here: IsHere, first: int, *, has_magnitudes: bool
 ) -> Pieces | None:
-    if not is_here(slot, None) or (_are_magnitudes(names) and not has_magnitudes):
+    if not is_here(role, None) or (_are_magnitudes(names) and not has_magnitudes):
         return None
     if seen.part is None:
-        found = seen.codes[slot]
+        found = seen.codes[role]
         cast = _Cast(elements_of_codes(found), found.layout, torch.float32, has_magnitudes)
         return _of_elements(cast, names, counts=seen.counts, first=first)
-    own, found = operands.own(seen.part, slot)
-    if not is_here(slot, found):
+    own, found = operands.own(seen.part, role)
+    if not is_here(role, found):
         return None
     dtype = torch.float32 if found.quantizer.transform() else own.local.dtype
     in_backward = operands.phase is Phase.BACKWARD
-    by_rows = in_backward and slot == GRAD_WEIGHT.b and inductor.is_made_by_rows(own.local)  # with its norm's gradient
+    by_rows = in_backward and role == GRAD_WEIGHT.b and inductor.is_made_by_rows(own.local)  # with its norm's gradient
     own = own if operands.phase is Phase.EAGER else replace(own, local=rounded(own.local, apart=in_backward))
     # the partitioner would count in the forward, which needs no tangent, and so cast there too
     with inductor.left_in_backward() if in_backward else nullcontext():
-        shape, along_tokens = seen.part.local.shape, slot in ALONG_ROWS
+        shape, along_tokens = seen.part.local.shape, role in ALONG_ROWS
         elements = elements_of(own, found, shape, along_tokens=along_tokens, by_rows=by_rows)
         cast = _Cast(elements, own.layout, dtype, has_magnitudes)
         return _of_elements(cast, names, counts=seen.counts, first=first)

@@ -50,13 +50,13 @@ GEMMS = (
     Gemm(name="grad_weight", a="grad_output_for_grad_weight", b="input_for_grad_weight", a_transposed=True),
 )
 
-# the three tensors of a layer, each with the recipe's fields (slots) for the GEMMs that read it
+# the three tensors of a layer, each with the recipe's fields (roles) for the GEMMs that read it
 TENSORS = {
     "input": ("input", "input_for_grad_weight"),
     "weight": ("weight", "weight_for_grad_input"),
     "grad_output": ("grad_output", "grad_output_for_grad_weight"),
 }
-SLOTS = tuple(slot for slots in TENSORS.values() for slot in slots)
+ROLES = tuple(role for roles in TENSORS.values() for role in roles)
 
 ALLOWED_PAIRS = (
     "(-1, -1) by (-1, -1) tensorwise; (1, -1) by (-1, 1) rowwise; (1, n) by (n, 1), (1, n) by (n, n) and (n, n) by "
@@ -81,8 +81,8 @@ def gemm_kind(a: Block, b: Block) -> str | None:
 
 # how long the quantized data of a weight live, from the shortest
 CALL, PASS, STEP, PARAMETER = LIFETIMES = "call", "pass", "step", "parameter"
-# slots of the gradients' GEMMs, and the slots of the forward for the same tensor
-FORWARD_SLOTS = {"weight_for_grad_input": "weight", "input_for_grad_weight": "input"}
+# roles of the gradients' GEMMs, and the roles of the forward for the same tensor
+FORWARD_ROLES = {"weight_for_grad_input": "weight", "input_for_grad_weight": "input"}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -154,8 +154,8 @@ class Recipe(Constant):
     def __post_init__(self) -> None:
         super().__post_init__()
         for gemm in GEMMS:
-            self._check_slot(gemm.a)
-            self._check_slot(gemm.b)
+            self._check_role(gemm.a)
+            self._check_role(gemm.b)
             if not (gemm is GEMMS[0] and self.dequantized_output is True):
                 self._check_pair(gemm)
         high = "dequantized_output", "dequantized_gradients"
@@ -221,11 +221,11 @@ class Recipe(Constant):
 
         Also raise one if tensors differ in history length or algorithm: a layer updates all histories in one step.
         """
-        for tensor, slots in TENSORS.items():
-            given = [getattr(self, slot) for slot in slots]
+        for tensor, roles in TENSORS.items():
+            given = [getattr(self, role) for role in roles]
             if all(isinstance(quantizer, DelayedScaling) for quantizer in given) and given[0] != given[1]:
                 raise ValueError(
-                    f"Recipe: {tensor} has only one history of amaxes, but {slots[0]} and {slots[1]} have different "
+                    f"Recipe: {tensor} has only one history of amaxes, but {roles[0]} and {roles[1]} have different "
                     f"quantizers: {given[0]!r} and {given[1]!r}. Use the same DelayedScaling for both."
                 )
         kinds = sorted({(q.history, q.algorithm) for q in self.delayed() if q is not None})
@@ -238,16 +238,16 @@ class Recipe(Constant):
     def delayed(self) -> tuple[DelayedScaling | None, ...]:
         """The DelayedScaling quantizers of input, weight and grad_output; None where there is none."""
         found: tuple[DelayedScaling | None, ...] = ()
-        for slots in TENSORS.values():
-            given = [getattr(self, slot) for slot in slots]
+        for roles in TENSORS.values():
+            given = [getattr(self, role) for role in roles]
             found += (next((quantizer for quantizer in given if isinstance(quantizer, DelayedScaling)), None),)
         return found
 
     def history(self) -> int:
         """Length of the amax history of each tensor; 0 without delayed scaling."""
         # issubclass, because each eager call comes here, and isinstance of an opaque class takes twice as long
-        for slot in SLOTS:
-            if issubclass(type(given := getattr(self, slot)), DelayedScaling):
+        for role in ROLES:
+            if issubclass(type(given := getattr(self, role)), DelayedScaling):
                 return given.history
         return 0
 
@@ -259,11 +259,11 @@ class Recipe(Constant):
         quantizer = self.weight
         return quantizer is not None and quantizer == self.quantizer_read("weight_for_grad_input")
 
-    def _check_slot(self, slot: str) -> None:
-        value = getattr(self, slot)
+    def _check_role(self, role: str) -> None:
+        value = getattr(self, role)
         if value is not None and not isinstance(value, Quantizer):
             raise TypeError(
-                f"Recipe: `{slot}` is {value!r}; it must be a quantizer, such as fp8compile.CurrentScaling(...), or "
+                f"Recipe: `{role}` is {value!r}; it must be a quantizer, such as fp8compile.CurrentScaling(...), or "
                 "None for high precision."
             )
 
@@ -306,24 +306,24 @@ class Recipe(Constant):
         a, b = getattr(self, gemm.a), getattr(self, gemm.b)
         return None if a is None or (gemm is GEMMS[0] and self.dequantized_output) else (a, b)
 
-    def quantizer_read(self, slot: str) -> Quantizer | None:
+    def quantizer_read(self, role: str) -> Quantizer | None:
         """The quantizer of the data that a GEMM reads for an operand; None if the operand is not quantized.
 
-        ``slot`` is the operand's field, such as ``"weight"``. With `dequantized_gradients`, a gradient GEMM in high
+        ``role`` is the operand's field, such as ``"weight"``. With `dequantized_gradients`, a gradient GEMM in high
         precision reads the quantized operand of the forward.
         """
-        return getattr(self, FORWARD_SLOTS.get(slot, slot) if self.is_dequantized(slot) else slot)
+        return getattr(self, FORWARD_ROLES.get(role, role) if self.is_dequantized(role) else role)
 
-    def is_dequantized(self, slot: str) -> bool:
+    def is_dequantized(self, role: str) -> bool:
         """Whether a GEMM in high precision reads an operand dequantized.
 
-        ``slot`` is the operand's field, such as ``"weight"``. A gradient GEMM reads the quantized operand of the
+        ``role`` is the operand's field, such as ``"weight"``. A gradient GEMM reads the quantized operand of the
         forward.
         """
-        if slot in FORWARD_SLOTS.values():
-            return self.dequantized_output and getattr(self, slot) is not None
-        is_high = self.dequantized_gradients and slot in FORWARD_SLOTS and getattr(self, slot) is None
-        return is_high and getattr(self, FORWARD_SLOTS[slot]) is not None
+        if role in FORWARD_ROLES.values():
+            return self.dequantized_output and getattr(self, role) is not None
+        is_high = self.dequantized_gradients and role in FORWARD_ROLES and getattr(self, role) is None
+        return is_high and getattr(self, FORWARD_ROLES[role]) is not None
 
     def gemm_config(self, gemm: Gemm) -> GemmConfig:
         """Return the options of one of the three GEMMs: accumulation, emulation, use of the MX GEMM."""

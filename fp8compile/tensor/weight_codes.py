@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from fp8compile import _compat
 from fp8compile.layout.quantized import STACK, WHOLE, Quantized
 from fp8compile.ops.layer.make_weight_codes import Sets, sets_of_weight, weight_codes
-from fp8compile.ops.layer.operands import WEIGHT_SLOTS
+from fp8compile.ops.layer.operands import WEIGHT_ROLES
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor.parameter_attributes import KEPT_CODES
 from fp8compile.tensor.quantized_tensor import QuantizedTensor
@@ -151,8 +151,8 @@ def _values(weight: Tensor, dtype: torch.dtype, is_turned: bool) -> Tensor:
 def _renew(how: tuple[Recipe, torch.dtype, bool], weight: Tensor, memories: list[tuple[Tensor, ...]]) -> None:
     recipe, dtype, is_turned = how
     values = _values(weight, dtype, is_turned)
-    for slot, memory in zip(WEIGHT_SLOTS, memories, strict=False):
-        for old, new in zip(memory, weight_codes(values, slot, recipe), strict=False):
+    for role, memory in zip(WEIGHT_ROLES, memories, strict=False):
+        for old, new in zip(memory, weight_codes(values, role, recipe), strict=False):
             old.copy_(new)
 
 

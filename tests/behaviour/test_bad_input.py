@@ -270,9 +270,9 @@ def scaling(**fields: Any) -> Callable:
     return lambda error, *says, **ways: Wrong(lambda x: x * f8.CurrentScaling(**fields).eps, (X,), error, says, **ways)
 
 
-def recipe(**slots: Any) -> Callable:
+def recipe(**roles: Any) -> Callable:
     return lambda error, *says, **ways: Wrong(
-        lambda x: x * f8.Recipe(**slots).fast_accumulation_output, (X,), error, says, **ways
+        lambda x: x * f8.Recipe(**roles).fast_accumulation_output, (X,), error, says, **ways
     )
 
 

@@ -95,7 +95,7 @@ CALLS: dict[str, Callable] = {
     "dequantize": lambda q, dtype: q.dequantize(dtype),
     "operation": lambda q, operation: OPERATIONS[operation](q),
     "CurrentScaling": lambda **fields: f8.CurrentScaling(**fields),
-    "Recipe": lambda **slots: f8.Recipe(**slots),
+    "Recipe": lambda **roles: f8.Recipe(**roles),
     "by_name": lambda name: f8.recipes.by_name(name),
     "convert": f8.convert,
     "revert": lambda model: f8.revert(model),

@@ -212,16 +212,16 @@ def _gemm_blocks(draw: st.DrawFn) -> tuple[tuple[int, int], tuple[int, int]] | N
 
 @st.composite
 def _custom_recipes(draw: st.DrawFn) -> f8.Recipe:
-    slots = {}
+    roles = {}
     for gemm in GEMMS:
         blocks = draw(_gemm_blocks())
         if blocks is None:
             continue
         a = draw(quantizers(blocks[0]))
         b = draw(quantizers(blocks[1], formats=("e4m3",) if a.format == "e5m2" else FORMATS))
-        slots[gemm.a] = a.transposed() if gemm.a_transposed else a
-        slots[gemm.b] = b.transposed() if gemm.b_transposed else b
-    return f8.Recipe(**slots)
+        roles[gemm.a] = a.transposed() if gemm.a_transposed else a
+        roles[gemm.b] = b.transposed() if gemm.b_transposed else b
+    return f8.Recipe(**roles)
 
 
 # delayed scaling needs a state, which these cases have none of: tests/nn/test_delayed.py; nvfp4: two_levels.py

@@ -102,10 +102,10 @@ def quantizers():
     for name, recipe in RECIPES.items():
         if name == "delayed":
             continue  # a quantizer whose scale is given makes no QuantizedTensor
-        for slot in ("input", "weight", "grad_output", "weight_for_grad_input", "input_for_grad_weight"):
-            quantizer = getattr(recipe, slot)
+        for role in ("input", "weight", "grad_output", "weight_for_grad_input", "input_for_grad_weight"):
+            quantizer = getattr(recipe, role)
             if quantizer is not None and quantizer not in found.values():
-                found[f"{name}.{slot}"] = quantizer
+                found[f"{name}.{role}"] = quantizer
     current = f8.CurrentScaling(format="e5m2", block=(1, -1), scale="pow2", eps=1e-6)
     return found | {"e5m2 pow2 eps": current, "stochastic": replace(current, rounding="stochastic", seed=3)}
 

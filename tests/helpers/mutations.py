@@ -100,8 +100,8 @@ MUTATIONS = (
     Mutation(
         "a multiplier of delayed scaling is that of another tensor",
         f"{LAYER}/operands.py",
-        "own = multipliers[ROW[slot]]",
-        "own = multipliers[2 - ROW[slot]]",
+        "own = multipliers[ROW[role]]",
+        "own = multipliers[2 - ROW[role]]",
         ("tests/ops/test_shapes.py",),
     ),
     Mutation(

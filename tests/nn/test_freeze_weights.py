@@ -336,13 +336,13 @@ def test_a_part_of_the_layers_that_share_an_outer_scale_is_not_calibrated():
 def partly_delayed(history, *tensors):
     """Tensorwise codes, for ``tensors`` by delayed scaling and for the others by current scaling."""
     recipe = f8.recipes.tensorwise()
-    slots = [slot for slot in ("input", "weight", "grad_output") if slot in tensors]
-    slots += [
-        {"input": "input_for_grad_weight", "weight": "weight_for_grad_input"}.get(slot, f"{slot}_for_grad_weight")
-        for slot in slots
+    roles = [role for role in ("input", "weight", "grad_output") if role in tensors]
+    roles += [
+        {"input": "input_for_grad_weight", "weight": "weight_for_grad_input"}.get(role, f"{role}_for_grad_weight")
+        for role in roles
     ]
     return dataclasses.replace(
-        recipe, **{slot: f8.DelayedScaling(format=getattr(recipe, slot).format, history=history) for slot in slots}
+        recipe, **{role: f8.DelayedScaling(format=getattr(recipe, role).format, history=history) for role in roles}
     )
 
 

@@ -19,7 +19,7 @@ from fp8compile.integrations import loggers
 from fp8compile.library import register_statistic
 from fp8compile.monitor import definitions
 from fp8compile.monitor.monitor import NonFiniteError
-from fp8compile.quantizers.recipe import SLOTS
+from fp8compile.quantizers.recipe import ROLES
 from fp8compile.testing import Recording
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed", "nvfp4")
@@ -118,7 +118,7 @@ def reading_of(layers, step, seeds=(1,), statistics=ALL):
 def test_checkpointing_and_regions_read_what_a_plain_model_reads():
     torch._dynamo.reset()
     plain = reading_of(layers := model(), layers)
-    assert all(len(slots) == 6 for slots in plain.values())
+    assert all(len(roles) == 6 for roles in plain.values())
     again = model(checkpointed=True)
     assert reading_of(again, again) == plain
     assert reading_of(again, torch.compile(again, backend="aot_eager", fullgraph=True)) == plain
@@ -130,10 +130,10 @@ def test_micro_batches_are_read_together_and_weights_once():
     layers = model()
     parts = [reading_of(layers, layers, (seed,), ("amax", "underflow", "nonfinite", "exponents")) for seed in (1, 2)]
     both = reading_of(layers, layers, (1, 2), ("amax", "underflow", "nonfinite", "exponents"))
-    for name, slots in both.items():
-        for slot, found in slots.items():
-            first, second = (part[name][slot] for part in parts)
-            times = 1 if slot.startswith("weight") else 2
+    for name, roles in both.items():
+        for role, found in roles.items():
+            first, second = (part[name][role] for part in parts)
+            times = 1 if role.startswith("weight") else 2
             assert found["amax"] == max(first["amax"], second["amax"])
             assert found["underflow"] == (first["underflow"] + second["underflow"]) / 2
             assert sum(found["exponents"]) == times * sum(first["exponents"])
@@ -181,8 +181,8 @@ def test_converted_experts_are_read_one_by_one(kind):
         f"blocks.{block}.experts.{weight}.{expert}" for block in (0, 1) for weight in weights for expert in range(4)
     ]
     assert list(eager) == every
-    assert all(slots["weight"]["amax"] > 0 for slots in eager.values())
-    assert any("input" in slots for slots in eager.values())
+    assert all(roles["weight"]["amax"] > 0 for roles in eager.values())
+    assert any("input" in roles for roles in eager.values())
     monitor.steps = 0
     torch.compile(mixture, backend="aot_eager")(symbols).backward()
     assert monitor.read() == eager
@@ -199,7 +199,7 @@ def test_a_scale_that_is_too_small_is_named_by_saturation():
                 module.multiplier.fill_(64.0)
         layers.second.down.multiplier[0] *= 16 * 16  # its input's scale is too small
     reading = reading_of(layers, layers)
-    saturated = {(name, slot) for name, slots in reading.items() for slot in slots if slots[slot]["saturation"] > 0}
+    saturated = {(name, role) for name, roles in reading.items() for role in roles if roles[role]["saturation"] > 0}
     assert saturated == {("second.down", "input"), ("second.down", "input_for_grad_weight")}
 
 
@@ -210,7 +210,7 @@ def test_a_gradient_that_underflows_in_e4m3_does_not_in_e5m2():
     for name, recipe in {"e4m3": f8.recipes.tensorwise(), "e5m2": f8.recipes.tensorwise()}.items():
         grad = f8.CurrentScaling(format=name)
         changed = {"grad_output": grad, "grad_output_for_grad_weight": grad}
-        how = f8.Recipe(**{slot: getattr(recipe, slot) for slot in SLOTS if slot not in changed}, **changed)
+        how = f8.Recipe(**{role: getattr(recipe, role) for role in ROLES if role not in changed}, **changed)
         layer = f8.Linear(32, 64, bias=False, recipe=how, dtype=torch.bfloat16)
         monitor = f8.Monitor(layer, ("underflow",))
         layer(batch()).backward(values)
@@ -234,7 +234,7 @@ def test_a_starved_expert_is_named():
     experts = Experts()
     monitor = f8.Monitor(experts)
     experts(batch(), torch.tensor([16, 16, 48], dtype=torch.int32)).float().sum().backward()
-    starved = [name for name, slots in monitor.read().items() if "input" not in slots]
+    starved = [name for name, roles in monitor.read().items() if "input" not in roles]
     assert starved == ["weight.1"]
 
 

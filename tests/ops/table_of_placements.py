@@ -94,11 +94,11 @@ def recipe_of(cell: Cell) -> Recipe:
     if cell.optimisation == "kept weight codes":
         return replace(recipe, weight_lifetime="pass")
     if cell.optimisation == "dequantized gradients":
-        slots = dict.fromkeys(slot for gemm in GEMMS[1:] for slot in (gemm.a, gemm.b))
-        return replace(recipe, **slots, dequantized_gradients=True)
+        roles = dict.fromkeys(role for gemm in GEMMS[1:] for role in (gemm.a, gemm.b))
+        return replace(recipe, **roles, dequantized_gradients=True)
     if cell.optimisation == "weight's codes alone":  # of one-sided products: W4A16, W8A16
-        slots = dict.fromkeys(slot for gemm in GEMMS[1:] for slot in (gemm.a, gemm.b))
-        return replace(recipe, **slots, input=None, dequantized_output=True, dequantized_gradients=True)
+        roles = dict.fromkeys(role for gemm in GEMMS[1:] for role in (gemm.a, gemm.b))
+        return replace(recipe, **roles, input=None, dequantized_output=True, dequantized_gradients=True)
     return recipe
 
 
@@ -349,8 +349,8 @@ def _measure(cell: Cell, *, graph: bool, is_plain: bool = False) -> Measured:
     recipe, (x, weight, grad, ends) = recipe_of(cell), _tensors(cell.kind)
     place, known = "whole" if is_plain else cell.place, []
     if cell.source == "given amax" and not is_plain:
-        slots = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
-        known = [part for each in slots for part in Known(amax=amax(weight, each))]
+        roles = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
+        known = [part for each in roles for part in Known(amax=amax(weight, each))]
         if cell.place == "shared scale":
             known = [*Known(outer_amax=weight.float().abs().amax().view(1))]
     if place == "known codes":

@@ -67,7 +67,7 @@ MEANT = {
     "fp8compile::straight_through": lambda values, x, quantizer: x.to(values.dtype),
     "fp8compile::with_product_gradient": lambda product, a, b, quantizer: a.to(product.dtype) @ b.to(product.dtype),
     # straight through the rounding of what travels; of one rank, rows stay where they are
-    "fp8compile::dispatch": lambda rows, sent, received, sizes, length, slot, recipe, group: pad(
+    "fp8compile::dispatch": lambda rows, sent, received, sizes, length, role, recipe, group: pad(
         rows[: sent.sum()], (0, 0, 0, 0 if length is None else length - int(sent.sum()))
     ),
 }

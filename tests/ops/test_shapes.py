@@ -36,13 +36,13 @@ def _normal(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16()
 
 
-def _operand(x: Tensor, slot: str, recipe: f8.Recipe) -> Tensor:
+def _operand(x: Tensor, role: str, recipe: f8.Recipe) -> Tensor:
     """What the GEMM multiplies, in float64: the values of the codes, or of the operand in high precision."""
-    quantizer = getattr(recipe, slot)
+    quantizer = getattr(recipe, role)
     if quantizer is None:
         return x.double()
     if isinstance(quantizer, f8.DelayedScaling):
-        tensor = next(tensor for tensor, slots in TENSORS.items() if slot in slots)
+        tensor = next(tensor for tensor, roles in TENSORS.items() if role in roles)
         multiplier = torch.full((1, 1), MULTIPLIERS[tensor])
         codes, scale = quantizer.cast(x, multiplier), quantizer.scale_of(multiplier)
     else:

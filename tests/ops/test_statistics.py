@@ -18,7 +18,7 @@ from fp8compile.ops.groups.group_outer_amaxes import group_outer_amaxes
 from fp8compile.ops.groups.group_quantize_two_levels import group_quantize_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.quantizers.hadamard import random_hadamard
-from fp8compile.quantizers.recipe import SLOTS, TENSORS
+from fp8compile.quantizers.recipe import ROLES, TENSORS
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad", "blockwise", "mxfp8", "delayed", "nvfp4")
 FORMATS = {"e4m3": (4, 3), "e5m2": (5, 2), "e2m1": (2, 1)}  # bits of the exponent and of the mantissa
@@ -148,11 +148,11 @@ def test_statistics_of_a_matrix_are_those_of_numpy(recipe, backend):
         run(layer, backend, x.requires_grad_(), grad=grad)
         (reading,) = monitor.read().values()
         tensors = {"input": x.detach(), "weight": layer.weight.detach(), "grad_output": grad}
-        assert list(reading) == [slot for slot in SLOTS if getattr(how, slot) is not None]
+        assert list(reading) == [role for role in ROLES if getattr(how, role) is not None]
         assert all(set(each) == set(statistics(backend)) for each in reading.values())
-        for (tensor, slots), multiplier in zip(TENSORS.items(), used, strict=True):
-            for slot in set(slots) & reading.keys():
-                check(reading[slot], tensors[tensor], getattr(how, slot), multiplier)
+        for (tensor, roles), multiplier in zip(TENSORS.items(), used, strict=True):
+            for role in set(roles) & reading.keys():
+                check(reading[role], tensors[tensor], getattr(how, role), multiplier)
 
 
 class Experts(Observed, nn.Module):
@@ -188,13 +188,13 @@ def test_statistics_of_experts_are_those_of_numpy(recipe, backend):
             start = int(offsets[expert]) - size
             tensors = {"input": x.detach(), "grad_output": grad}
             part = {name: each[start : start + size] for name, each in tensors.items()} | {"weight": weight[expert]}
-            for tensor, slots in TENSORS.items():
-                for slot in slots:
-                    quantizer = getattr(how, slot)
-                    assert (slot in own) == (quantizer is not None and part[tensor].numel() > 0), (slot, expert)
+            for tensor, roles in TENSORS.items():
+                for role in roles:
+                    quantizer = getattr(how, role)
+                    assert (role in own) == (quantizer is not None and part[tensor].numel() > 0), (role, expert)
                     # noise depends on the place among all rows
-                    if slot in own and getattr(quantizer, "rounding", "nearest") == "nearest":
-                        check(own[slot], part[tensor], quantizer)
+                    if role in own and getattr(quantizer, "rounding", "nearest") == "nearest":
+                        check(own[role], part[tensor], quantizer)
 
 
 @pytest.mark.parametrize("signs", [(), (1, -1, -1, 1) * 4], ids=["plain", "transformed"])

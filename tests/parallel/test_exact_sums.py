@@ -72,12 +72,12 @@ def test_where_sums_are_rounded_to_float32_no_code_flips(ranks, name):
 
 @contextmanager
 def recorded():
-    """What is quantized meanwhile: the slot, the part of a tensor, and its codes."""
+    """What is quantized meanwhile: the role, the part of a tensor, and its codes."""
     found, real = [], Operands.of
 
-    def of(self, part, slot):
-        quantized = real(self, part, slot)
-        found.append((slot, part, quantized))
+    def of(self, part, role):
+        quantized = real(self, part, role)
+        found.append((role, part, quantized))
         return quantized
 
     Operands.of = of
@@ -111,12 +111,12 @@ def first_difference(name):
     recipe = f8.recipes.by_name(name)
     (whole, y), (own, other) = operands(recipe, spread=False), operands(recipe, spread=True)
     first, unexplained = None, []
-    for index, ((slot, values, codes), (_, part, quantized)) in enumerate(zip(whole, own, strict=True)):
+    for index, ((role, values, codes), (_, part, quantized)) in enumerate(zip(whole, own, strict=True)):
         same_codes = torch.equal(cut(codes.codes, part), quantized.codes)
         if not torch.equal(cut(values.local, part), part.local):
             first = index if first is None else first
         elif not same_codes:
-            unexplained.append((index, slot))
+            unexplained.append((index, role))
     x, weight = (dequantized(whole[index][2], torch.float64).local for index in (4, 5))  # of down
     halves = [a @ b.t() for a, b in zip(x.flatten(0, -2).chunk(2, -1), weight.chunk(2, -1), strict=True)]
     terms = sum(half.abs() for half in (*halves, halves[0] + halves[1], halves[0] + halves[1])).view_as(y)

@@ -94,8 +94,8 @@ def op_problems(name, sizes, dtype, known):
     shard = weight.split(sizes)[rank].contiguous()
     amaxes = []
     if known:
-        slots = [recipe.weight, recipe.weight_for_grad_input]
-        sets = (Known(amax=None if each is None else f8.ops.amax(weight.to(dtype), each)) for each in slots)
+        roles = [recipe.weight, recipe.weight_for_grad_input]
+        sets = (Known(amax=None if each is None else f8.ops.amax(weight.to(dtype), each)) for each in roles)
         amaxes = [part for each in sets for part in each]
     inputs = [each.clone().requires_grad_() for each in (xs[rank], shard, bias)]
     rows = Rows(sizes=tuple(sizes), rank=rank, group=group.group_name, replicas="", reduce_dtype="float32")
@@ -140,17 +140,17 @@ def check_amaxes(sizes):
     problems = []
     for name in RECIPES:
         recipe = f8.recipes.by_name(name)
-        for slot in ("weight", "weight_for_grad_input"):
-            quantizer = getattr(recipe, slot)
+        for role in ("weight", "weight_for_grad_input"):
+            quantizer = getattr(recipe, role)
             if quantizer is None:
                 continue
             right = f8.ops.amax(weight, quantizer)
             parts = [
-                fsdp_amax(shard, torch.float32, replace(rows, rank=rank), list(right.shape), slot, recipe)
+                fsdp_amax(shard, torch.float32, replace(rows, rank=rank), list(right.shape), role, recipe)
                 for rank, shard in enumerate(weight.split(sizes))
             ]
             if difference(torch.maximum(*parts), right):
-                problems.append((name, slot))
+                problems.append((name, role))
     return problems if group.rank() == 0 else []
 
 

@@ -76,14 +76,14 @@ def difference(one, other):
     for layer in one.keys() & other.keys():
         if one[layer].keys() != other[layer].keys():
             found.append(f"{layer}: {sorted(one[layer])} and {sorted(other[layer])}")
-        for slot in one[layer].keys() & other[layer].keys():
-            for name, value in one[layer][slot].items():
-                own = other[layer][slot].get(name)
+        for role in one[layer].keys() & other[layer].keys():
+            for name, value in one[layer][role].items():
+                own = other[layer][role].get(name)
                 same = own == value or (own != own and value != value)
                 if name in SUMS and own is not None:  # sums of float32 pieces of at most 128 numbers
                     same = same or math.isclose(own, value, rel_tol=2e-5, abs_tol=1e-12)
                 if not same:
-                    found.append(f"{layer} {slot} {name}: {value} and {own}")
+                    found.append(f"{layer} {role} {name}: {value} and {own}")
     return found
 
 
@@ -246,9 +246,9 @@ def check_experts(name):
     x, grad, sizes = rows_of(rank % 2, EXPERTS)
     module(x.requires_grad_(), sizes, group).backward(grad)
     found, right = monitor.read(), experts_alone(recipe)
-    for slots in right.values():  # tokens of both pairs are counted, and what is no part of all, twice
-        for slot, own in slots.items():
-            if "weight" not in slot.removesuffix("_for_grad_weight"):
+    for roles in right.values():  # tokens of both pairs are counted, and what is no part of all, twice
+        for role, own in roles.items():
+            if "weight" not in role.removesuffix("_for_grad_weight"):
                 own["nonfinite"], own["square_error"] = 2 * own["nonfinite"], 2 * own["square_error"]
                 own["exponents"] = [2 * each for each in own["exponents"]]
     return difference(right, found)

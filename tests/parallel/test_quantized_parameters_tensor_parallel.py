@@ -95,10 +95,10 @@ def of_any_recipe(name, order):
     reference = scaled_by_values(parallelized(plain_model(128), mesh, recipe, order))
     optimizer, by_hand = OPTIMIZERS["AdamW, masters"](model.parameters()), ByHand(reference, lr=0.02)
     losses, found = (train(model, optimizer, 4), train(reference, by_hand, 4)), []
-    slots = [] if name == "delayed" else [("", recipe.weight)]
-    slots += [] if recipe.shares_weight_codes() else [("_for_grad_input", recipe.weight_for_grad_input)]
+    roles = [] if name == "delayed" else [("", recipe.weight)]
+    roles += [] if recipe.shares_weight_codes() else [("_for_grad_input", recipe.weight_for_grad_input)]
     for index, weight in zip((0, 2), by_hand.pairs, strict=True):
-        for end, quantizer in slots:
+        for end, quantizer in roles:
             q = f8.quantize(weight.detach().full_tensor(), quantizer)
             parts = dict(zip(("codes", "scale", "outer_scale"), q.parts(), strict=False))
             for what, expected in parts.items():

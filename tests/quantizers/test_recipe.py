@@ -108,13 +108,13 @@ def test_e5m2_by_e5m2_is_refused_and_by_e4m3_taken(gemm, a, b):
         assert getattr(Recipe(**{a: left, b: right}), a) == left
 
 
-@pytest.mark.parametrize("slot", [name for _, *slots in PAIRS for name in slots])
+@pytest.mark.parametrize("role", [name for _, *roles in PAIRS for name in roles])
 @pytest.mark.parametrize("bad", ["rowwise", 1, 2.0, True, f8.recipes.rowwise()])
-def test_a_slot_takes_a_quantizer_or_none(slot, bad):
+def test_a_slot_takes_a_quantizer_or_none(role, bad):
     with pytest.raises(
-        TypeError, match=f"Recipe: `{slot}` is .*; it must be a quantizer, such as .* or None for high precision"
+        TypeError, match=f"Recipe: `{role}` is .*; it must be a quantizer, such as .* or None for high precision"
     ):
-        Recipe(**{slot: bad})
+        Recipe(**{role: bad})
 
 
 @pytest.mark.parametrize("bad", [CurrentScaling, torch.float8_e4m3fn, torch.ones(1), [ROW]])

@@ -14,7 +14,7 @@ import fp8compile as f8
 from fp8compile import recipes
 from fp8compile.quantizers import GEMMS
 
-SLOTS = tuple(operand for gemm in GEMMS for operand in (gemm.a, gemm.b))
+ROLES = tuple(operand for gemm in GEMMS for operand in (gemm.a, gemm.b))
 GRADIENTS = ("grad_output", "grad_output_for_grad_weight")
 
 
@@ -78,20 +78,20 @@ def test_mxfp8_with_square_blocks_has_one_quantizer_of_the_weight_and_all_else_o
 
 
 @pytest.mark.parametrize(
-    ("argument", "value", "field", "slots"),
+    ("argument", "value", "field", "roles"),
     [
-        ("format", "e5m2", "format", [slot for slot in SLOTS if slot not in GRADIENTS]),
-        ("scale", "another", "scale", SLOTS),
-        ("eps", 1e-6, "eps", SLOTS),
+        ("format", "e5m2", "format", [role for role in ROLES if role not in GRADIENTS]),
+        ("scale", "another", "scale", ROLES),
+        ("eps", 1e-6, "eps", ROLES),
         ("grad_rounding", "stochastic", "rounding", GRADIENTS),
-        ("history", 16, "history", SLOTS),
-        ("algorithm", "most_recent", "algorithm", SLOTS),
-        ("margin", 2, "margin", SLOTS),
+        ("history", 16, "history", ROLES),
+        ("algorithm", "most_recent", "algorithm", ROLES),
+        ("margin", 2, "margin", ROLES),
     ],
     ids=["format", "scale", "eps", "grad_rounding", "history", "algorithm", "margin"],
 )
 @pytest.mark.parametrize("name", EIGHT_BITS)
-def test_argument_reaches_every_slot_it_speaks_of(name, argument, value, field, slots):
+def test_argument_reaches_every_slot_it_speaks_of(name, argument, value, field, roles):
     if argument not in inspect.signature(getattr(recipes, name)).parameters:
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{argument}'"):
             recipes.by_name(name, **{argument: value})
@@ -105,21 +105,21 @@ def test_argument_reaches_every_slot_it_speaks_of(name, argument, value, field, 
         return
     default, changed = recipes.by_name(name), recipes.by_name(name, **arguments)
     assert recipes.describe(changed) == f"{name}({argument}={value!r})"
-    for slot in slots:
-        before, after = getattr(default, slot), getattr(changed, slot)
-        assert (before is None) is (after is None), slot
+    for role in roles:
+        before, after = getattr(default, role), getattr(changed, role)
+        assert (before is None) is (after is None), role
         if after is not None:
-            assert after == replace(before, **{field: value}), slot
+            assert after == replace(before, **{field: value}), role
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_grad_format_reaches_gradients_and_nothing_else(name):
     e4m3, e5m2 = (recipes.by_name(name, grad_format=grad_format) for grad_format in ("e4m3", "e5m2"))
-    for slot in SLOTS:
-        quantizer = getattr(e5m2, slot)
+    for role in ROLES:
+        quantizer = getattr(e5m2, role)
         if quantizer is not None:
-            assert quantizer.format == ("e5m2" if slot in GRADIENTS else "e4m3"), slot
-            assert replace(quantizer, format="e4m3") == getattr(e4m3, slot), slot
+            assert quantizer.format == ("e5m2" if role in GRADIENTS else "e4m3"), role
+            assert replace(quantizer, format="e4m3") == getattr(e4m3, role), role
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -183,7 +183,7 @@ def test_a_text_that_is_no_call_of_a_recipe_makes_none(text):
 
 def test_blocks_of_the_ready_recipes():
     blocks = {
-        name: [getattr(quantizer, "block", None) for quantizer in (getattr(recipes.by_name(name), s) for s in SLOTS)]
+        name: [getattr(quantizer, "block", None) for quantizer in (getattr(recipes.by_name(name), s) for s in ROLES)]
         for name in (*recipes.names()[:5], "delayed")
     }
     row, column, line, tile, pillar = (1, -1), (-1, 1), (1, 128), (128, 128), (128, 1)
@@ -201,4 +201,4 @@ def test_a_recipe_of_nothing_is_custom_and_has_no_float8_gemm():
     nothing = f8.Recipe()
     assert recipes.describe(nothing) == "custom"
     assert [nothing.quantizers(gemm) for gemm in GEMMS] == [None] * 3
-    assert {f.name for f in fields(f8.Recipe)} >= set(SLOTS)
+    assert {f.name for f in fields(f8.Recipe)} >= set(ROLES)

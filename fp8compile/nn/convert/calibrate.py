@@ -39,12 +39,12 @@ def _static(recipe: Recipe) -> Recipe | None:
         return None  # these read codes by current scaling
     own: dict[str, Any] = {}
     like = next((each for each in recipe.delayed() if each is not None), DelayedScaling(history=1))
-    for slots in (("input", "input_for_grad_weight"), ("weight", "weight_for_grad_input")):
-        given = [getattr(recipe, slot) for slot in slots]
+    for roles in (("input", "input_for_grad_weight"), ("weight", "weight_for_grad_input")):
+        given = [getattr(recipe, role) for role in roles]
         found = [None if each is None else _delayed(each, like) for each in given]
         if found[0] is None or (given[1] is not None and found[1] != found[0]):
             return None
-        own.update(zip(slots, found, strict=True))
+        own.update(zip(roles, found, strict=True))
     return replace(recipe, **own, weight_lifetime=PARAMETER if recipe.weight_lifetime == PARAMETER else CALL)
 
 

@@ -30,7 +30,7 @@ __all__ = ["ConversionReport", "ConversionRow", "conversion_report"]
 def _why_no_gemm(recipe: Recipe | None) -> str:
     if recipe is None or not recipe.dequantized_output:
         return "the recipe has no quantizers"
-    read = " and ".join(slot for slot in ("input", "weight") if getattr(recipe, slot) is not None)
+    read = " and ".join(role for role in ("input", "weight") if getattr(recipe, role) is not None)
     return f"the output is computed in high precision from the dequantized {read} (dequantized_output)"
 
 

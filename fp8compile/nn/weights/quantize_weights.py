@@ -75,7 +75,7 @@ def _check_gradient_hooks(function: str, name: str, weight: Tensor) -> None:
         )
 
 
-def _slots(recipe: Recipe) -> tuple[Quantizer | None, ...]:
+def _quantizers(recipe: Recipe) -> tuple[Quantizer | None, ...]:
     return recipe.weight, recipe.weight_for_grad_input
 
 
@@ -85,16 +85,16 @@ def not_codes(recipe: Recipe) -> str | None:
         return None
     if recipe.delayed()[1] is not None:
         return "uses delayed scaling for only one of the two GEMMs that read the weight"
-    if None in _slots(recipe):
+    if None in _quantizers(recipe):
         return "leaves a GEMM of the weight in high precision, which needs the original values"
-    if not all(quantizer.is_local() for quantizer in _slots(recipe) if quantizer is not None):
+    if not all(quantizer.is_local() for quantizer in _quantizers(recipe) if quantizer is not None):
         return "quantizes the weight differently for its two GEMMs, depending on the position of a value in the tensor"
     return None
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    slots: tuple[Any, ...] = _slots(recipe)[:1] if recipe.shares_weight_codes() else _slots(recipe)
-    return tuple(as_it_lies(layer, each) for each in slots)
+    roles: tuple[Any, ...] = _quantizers(recipe)[:1] if recipe.shares_weight_codes() else _quantizers(recipe)
+    return tuple(as_it_lies(layer, each) for each in roles)
 
 
 def _codes(layer: Any, weight: Tensor, outer_amax: Tensor | None) -> Tensor:
@@ -152,7 +152,7 @@ def _check_shared(
             "Exclude them with the filter, or use another recipe."
         )
     first = users[0]
-    if _slots(recipe) != _slots(recipes[first]):
+    if _quantizers(recipe) != _quantizers(recipes[first]):
         raise ValueError(
             f"{function}: {name} shares its weight with a layer that has a different recipe. Use one recipe for both "
             "layers."

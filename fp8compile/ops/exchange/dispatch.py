@@ -10,7 +10,7 @@ Each op is the gradient of the other. Arguments of both ops after the rows:
     sizes       (2, R), int64, on the host: the sums of `sent` and of `received` over experts, the lengths of messages;
                 None: all messages have the same length, and unused places hold zeros
     length      number of rows of the result; None: as many as arrive
-    slot        (dispatch) the recipe's field for the rows, "input" or "grad_output"
+    role        (dispatch) the recipe's field for the rows, "input" or "grad_output"
     recipe      decides whether rows, or the gradient of combine, are sent as codes: see `sent_as`
     group       name of the group; ignored if R is 1
 
@@ -59,11 +59,11 @@ def _dispatch(
     received: Tensor,
     sizes: Tensor | None,
     length: int | None,
-    slot: str,
+    role: str,
     recipe: Recipe,
     group: str,
 ) -> Tensor:
-    ranks, quantizer = sent.shape[0], sent_as(recipe, slot)
+    ranks, quantizer = sent.shape[0], sent_as(recipe, role)
     phase = Phase.FORWARD if _compat.is_traced(rows) else Phase.EAGER
     wire = rows if quantizer is None else packed(rows, sent, quantizer, group, phase)
     slots: Any = length  # of all ranks, where sizes are not sent
@@ -138,12 +138,12 @@ combine: OpOverload = register_op(
 )
 
 
-def traveling(rows: Tensor, length: int | None, slot: str, recipe: Recipe) -> tuple[torch.dtype, int]:
+def traveling(rows: Tensor, length: int | None, role: str, recipe: Recipe) -> tuple[torch.dtype, int]:
     """Return the dtype and number of elements of all messages that `dispatch` sends for ``rows``.
 
     ``length`` is the number of rows for which all messages together have room; None without a capacity.
     """
-    quantizer, features = sent_as(recipe, slot), rows.shape[1]
+    quantizer, features = sent_as(recipe, role), rows.shape[1]
     count = rows.shape[0] if length is None else length
     if quantizer is None:
         return rows.dtype, count * features

@@ -21,16 +21,16 @@ __all__ = ["packed", "sent_as", "unpacked", "wire_width"]
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
-def sent_as(recipe: Recipe, slot: str) -> Quantizer | None:
+def sent_as(recipe: Recipe, role: str) -> Quantizer | None:
     """Return the quantizer with which rows are sent as codes; None if rows are sent in their own dtype.
 
-    ``slot`` is the recipe's field for the rows, ``"input"`` or ``"grad_output"``.
+    ``role`` is the recipe's field for the rows, ``"input"`` or ``"grad_output"``.
     """
-    (slots,) = (each for each in TENSORS.values() if slot in each)
-    quantizers = [getattr(recipe, each) for each in slots]
+    (roles,) = (each for each in TENSORS.values() if role in each)
+    quantizers = [getattr(recipe, each) for each in roles]
     if any(each is None or each.has_outer_scale() for each in quantizers):
         return None
-    return getattr(recipe, slot)
+    return getattr(recipe, role)
 
 
 def wire_width(features: int, quantizer: Quantizer) -> int:

@@ -11,10 +11,10 @@ __all__ = ["check_cut_of_groups", "check_recipe_of_groups"]
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
-def _check_slot(slot: str, quantizer: Quantizer, allowed: bool, blocks: str) -> None:
+def _check_role(role: str, quantizer: Quantizer, allowed: bool, blocks: str) -> None:
     if not allowed:
         raise ValueError(
-            f"grouped_linear: {slot} has block {quantizer.block}, but groups of tokens can start at any row, so "
+            f"grouped_linear: {role} has block {quantizer.block}, but groups of tokens can start at any row, so "
             f"it must be {blocks}."
         )
 
@@ -28,37 +28,37 @@ def check_recipe_of_groups(recipe: Recipe) -> None:
             "share a scale, and a group without tokens has no amax. Use a recipe with current scaling."
         )
     for gemm in GEMMS:
-        for slot in (gemm.a, gemm.b):
-            if (quantizer := getattr(recipe, slot)) is not None:
-                _check_quantizer_of_groups(gemm, slot, quantizer)
+        for role in (gemm.a, gemm.b):
+            if (quantizer := getattr(recipe, role)) is not None:
+                _check_quantizer_of_groups(gemm, role, quantizer)
 
 
-def _check_quantizer_of_groups(gemm: Gemm, slot: str, quantizer: Quantizer) -> None:
+def _check_quantizer_of_groups(gemm: Gemm, role: str, quantizer: Quantizer) -> None:
     if quantizer.unpacked() is None:
         raise ValueError(
-            f"grouped_linear: {slot} stores several values per byte ({quantizer!r}), but groups can start at any "
+            f"grouped_linear: {role} stores several values per byte ({quantizer!r}), but groups can start at any "
             "row. Let its unpacked() return a quantizer that stores the same values one per byte."
         )
     # with two levels of scales, noise depends on an element's place in its own group
     if getattr(quantizer, "rounding", "nearest") != "nearest" and not quantizer.has_outer_scale():
         raise ValueError(
-            f"grouped_linear: {slot} uses stochastic rounding, whose noise depends on the position of an element "
+            f"grouped_linear: {role} uses stochastic rounding, whose noise depends on the position of an element "
             "and so on other groups. Use rounding='nearest'."
         )
     rows, columns = quantizer.block
     if gemm is GRAD_WEIGHT:
         is_allowed = (columns == 1 and rows != 1) or quantizer.block == (-1, -1)
-        _check_slot(slot, quantizer, is_allowed, "(-1, -1), (-1, 1) or (n, 1)")
-    elif slot in (OUTPUT.a, GRAD_INPUT.a):
+        _check_role(role, quantizer, is_allowed, "(-1, -1), (-1, 1) or (n, 1)")
+    elif role in (OUTPUT.a, GRAD_INPUT.a):
         is_allowed = rows == 1 or quantizer.block == (-1, -1)
-        _check_slot(slot, quantizer, is_allowed, "(-1, -1), (1, -1) or (1, n)")
+        _check_role(role, quantizer, is_allowed, "(-1, -1), (1, -1) or (1, n)")
 
 
 def check_cut_of_groups(recipe: Recipe, ranks: int) -> None:
     """Raise a ValueError if the recipe has outer scales and several ranks share each expert's matrix."""
     if ranks == 1:
         return
-    given = [getattr(recipe, slot) for gemm in GEMMS for slot in (gemm.a, gemm.b)]
+    given = [getattr(recipe, role) for gemm in GEMMS for role in (gemm.a, gemm.b)]
     if any(quantizer is not None and quantizer.has_outer_scale() for quantizer in given):
         raise ValueError(
             "grouped_linear: the matrix of each expert is sharded over ranks, but the recipe has two levels of "

@@ -20,16 +20,16 @@ from fp8compile.quantizers import Recipe
 __all__ = ["fsdp_amax"]
 
 
-def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
+def _kernel(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], role: str, recipe: Recipe) -> Tensor:
     """Compute this rank's contribution to the whole weight's amaxes, float32 of shape ``grid``.
 
-    ``shard`` is cast to ``dtype``; ``slot`` is the recipe's field, such as ``"weight"``.
+    ``shard`` is cast to ``dtype``; ``role`` is the recipe's field, such as ``"weight"``.
     """
     part = Plain(shard.to(dtype), TensorLayout((*placed_cuts(rows.placed), rows_cut(rows))))
-    return whole_amax(part, getattr(recipe, slot)).clone()
+    return whole_amax(part, getattr(recipe, role)).clone()
 
 
-def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], slot: str, recipe: Recipe) -> Tensor:
+def _fake(shard: Tensor, dtype: torch.dtype, rows: Rows, grid: Sequence[int], role: str, recipe: Recipe) -> Tensor:
     return shard.new_empty(tuple(grid), dtype=torch.float32)
 
 

@@ -54,17 +54,17 @@ class LayerArgs(NamedTuple):
         own = Known.first_set(known) if known else NOTHING
         return cls(offs, own, later, sizes, _compat.unwrapped(sharding), recipe)
 
-    def operands(self, phase: Phase, weight: Tensor | None = None, slot: str = "", /, **given: Any) -> Operands:
+    def operands(self, phase: Phase, weight: Tensor | None = None, role: str = "", /, **given: Any) -> Operands:
         """Return the `Operands` of one GEMM.
 
-        If the GEMM reads the weight, ``weight`` is the weight, and ``slot`` is its field in the recipe. Other keyword
+        If the GEMM reads the weight, ``weight`` is the weight, and ``role`` is its field in the recipe. Other keyword
         arguments are fields of `Operands`.
         """
         # operands of groups have a code a byte; how given codes are packed is told by the recipe as the user gave it
         recipe, known = self.recipe if self.offs is None else with_a_code_a_byte(self.recipe), self.known
         if known.codes is not None and weight is not None:
             assert "weight" not in given, "FP8 data of the weight is given twice: by `known`, and by a QuantizedTensor"
-            quantizer = quantizer_of_codes(known.codes, weight, slot, self.recipe)
+            quantizer = quantizer_of_codes(known.codes, weight, role, self.recipe)
             own: Any = {"codes": known.codes, "scale": known.scale, "outer_scale": known.outer_scale}
             given["weight"] = Quantized(**own, quantizer=quantizer, layout=STACK if weight.ndim == 3 else WHOLE)
         given = {"multiplier": known.multiplier} | given  # delayed scaling's forward gives its own

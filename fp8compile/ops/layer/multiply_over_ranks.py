@@ -62,7 +62,7 @@ class GroupPlan:
     out: str | None = None
 
 
-def _role(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
+def _gemm_dim(cut: DimSharding | None, ndim: int, columns: str, rows: str, *, transposed: bool) -> str | None:
     """Return the GEMM dim that an operand's sharding ``cut`` divides, ``rows`` or ``columns``; None if not sharded."""
     return None if cut is None else columns if (cut.dim == ndim - 1) != transposed else rows
 
@@ -85,8 +85,8 @@ def _plan(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> GroupPlan:
 def _plan_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> GroupPlan:
     """Return the `GroupPlan` of the group of ranks ``index``; earlier groups' plans made ``a`` and ``b``."""
     (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
-    role_a = _role(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
-    role_b = _role(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
+    dim_a = _gemm_dim(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
+    dim_b = _gemm_dim(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
     # grad_weight sums over tokens: both operands must have the same ones, so the cut dims must be equal too
     same = (
         cut_a is not None
@@ -94,7 +94,7 @@ def _plan_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized)
         and cut_a.matches(cut_b)
         and (gemm is not GRAD_WEIGHT or cut_a.dim == cut_b.dim)
     )
-    return _plan(gemm, role_a, role_b, same=same)
+    return _plan(gemm, dim_a, dim_b, same=same)
 
 
 class Product(NamedTuple):

@@ -38,24 +38,24 @@ from fp8compile.quantizers.hadamard import GROUP
 __all__ = ["ALONG_ROWS", "ALONG_TOKENS", "quantize_in_one_read"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
-ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # slot along rows -> slot along tokens
+ALONG_TOKENS = {GRAD_INPUT.a: GRAD_WEIGHT.a, OUTPUT.a: GRAD_WEIGHT.b}  # role along rows -> role along tokens
 ALONG_ROWS = {columns: rows for rows, columns in ALONG_TOKENS.items()}
 
 
-def quantize_in_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
-    """Quantize ``part`` for the recipe's field ``slot``, if possible by a kernel that reads it once for two GEMMs.
+def quantize_in_one_read(part: Plain, role: str, recipe: Recipe, steps: Steps) -> Quantized:
+    """Quantize ``part`` for the recipe's field ``role``, if possible by a kernel that reads it once for two GEMMs.
 
     If no kernel fits, ``steps`` quantize it.
     """
-    quantizer = getattr(recipe, slot)
-    if slot in (OUTPUT.b, GRAD_INPUT.b):
-        return _weight(part, slot, recipe, steps)
-    row_slot = ALONG_ROWS.get(slot, slot)
-    rows, columns = getattr(recipe, row_slot), getattr(recipe, ALONG_TOKENS[row_slot])
-    if row_slot == GRAD_INPUT.a and _has_grad_kernel(part, rows, columns):
-        return _both_directions(part, rows, columns)[slot != row_slot]
+    quantizer = getattr(recipe, role)
+    if role in (OUTPUT.b, GRAD_INPUT.b):
+        return _weight(part, role, recipe, steps)
+    row_role = ALONG_ROWS.get(role, role)
+    rows, columns = getattr(recipe, row_role), getattr(recipe, ALONG_TOKENS[row_role])
+    if row_role == GRAD_INPUT.a and _has_grad_kernel(part, rows, columns):
+        return _both_directions(part, rows, columns)[role != row_role]
     if _has_packed_kernel(part, rows, columns):
-        return _both_packed(part, rows, columns)[slot != row_slot]
+        return _both_packed(part, rows, columns)[role != row_role]
     return quantize_part(part, quantizer, steps)
 
 
@@ -64,10 +64,10 @@ def quantize_in_one_read(part: Plain, slot: str, recipe: Recipe, steps: Steps) -
 _quantize_weight = inductor.once_a_graph(quantize_weight)
 
 
-def _weight(part: Plain, slot: str, recipe: Recipe, steps: Steps) -> Quantized:
+def _weight(part: Plain, role: str, recipe: Recipe, steps: Steps) -> Quantized:
     first: Any = recipe.weight  # not None: this function is called only for products that are quantized
     again: Any = recipe.weight_for_grad_input
-    is_first = slot == OUTPUT.b
+    is_first = role == OUTPUT.b
     quantizer = first if is_first else again
     if inductor.is_fusible(part.local) or not is_aligned(part, first):  # if fusible, its producer's kernel casts it
         return quantize_part(part, quantizer, steps)

@@ -51,9 +51,9 @@ from fp8compile.target import target_of
 __all__ = ["Operands", "Phase", "as_summed", "packed_along"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
-ROW = {slot: row for row, slots in enumerate(TENSORS.values()) for slot in slots}  # slot -> row of a layer's state
-WEIGHT_SLOTS = (OUTPUT.b, GRAD_INPUT.b)
-GRADIENT_SLOTS = TENSORS["grad_output"]
+ROW = {role: row for row, roles in enumerate(TENSORS.values()) for role in roles}  # role -> row of a layer's state
+WEIGHT_ROLES = (OUTPUT.b, GRAD_INPUT.b)
+GRADIENT_ROLES = TENSORS["grad_output"]
 
 
 class Phase(Enum):
@@ -139,19 +139,19 @@ class Operands:
 
     # ------------------------------------------------------------------ operands
 
-    def of(self, part: Plain, slot: str) -> Quantized:
+    def of(self, part: Plain, role: str) -> Quantized:
         """Return the codes and scales of an operand: ``weight`` if given, else ``part`` is quantized.
 
-        ``part`` is this rank's shard; ``slot`` is the recipe's field of the operand, such as ``"weight"``. A weight
+        ``part`` is this rank's shard; ``role`` is the recipe's field of the operand, such as ``"weight"``. A weight
         that is quantized here under FSDP has its codes gathered from all ranks.
         """
-        if slot not in WEIGHT_SLOTS:
-            read: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
+        if role not in WEIGHT_ROLES:
+            read: Any = self.recipe.quantizer_read(role)  # a product in high precision asks for no codes
             if self.phase is Phase.EAGER:
-                return self._quantized(part, read, slot)
+                return self._quantized(part, read, role)
             with inductor.annotate_block(self._block_in_kernels(part, read)):
-                return self._quantized(part, read, slot)
-        return self.weight if self.weight is not None else self._of_weight(part, slot)
+                return self._quantized(part, read, role)
+        return self.weight if self.weight is not None else self._of_weight(part, role)
 
     def _block_in_kernels(self, part: Plain, read: Quantizer) -> tuple[int, int] | None:
         """Return the block to record in a graph, by which `SavedAsCodes` saves the operand; None to record none."""
@@ -160,22 +160,22 @@ class Operands:
             return other.block
         return None if read.block[1] == 1 else read.block
 
-    def _of_weight(self, part: Plain, slot: str) -> Quantized:
-        quantizer: Any = self.recipe.quantizer_read(slot)  # a product in high precision asks for no codes
+    def _of_weight(self, part: Plain, role: str) -> Quantized:
+        quantizer: Any = self.recipe.quantizer_read(role)  # a product in high precision asks for no codes
         rows = part.local.shape[-2]
         part = self._weight_to_quantize(part)
         if self.fsdp_shards is not None:
-            own = self._quantized(part, quantizer, slot)
+            own = self._quantized(part, quantizer, role)
             own = _without_padding(own, rows) if part.layout.batch else own  # padding is never sent
             if self.phase is not Phase.EAGER and 0 in self.fsdp_shards.sizes:
                 # On a rank without rows the scales are constants, and the compiler of that rank alone would merge the
                 # messages of two layers.
                 own = replace(own, scale=after(own.scale, own.codes))
-            return _gathered_rows(own, in_backward=slot == GRAD_INPUT.b)
+            return _gathered_rows(own, in_backward=role == GRAD_INPUT.b)
         if self._reads_once(part) and self.recipe.keeps_weight_for_backward() and _is_aligned(part.local):
-            found = self._kept(part, quantizer, slot)
+            found = self._kept(part, quantizer, role)
         else:
-            found = self._quantized(part, quantizer, slot)
+            found = self._quantized(part, quantizer, role)
         return _without_padding(found, rows) if part.layout.batch else found
 
     def _weight_to_quantize(self, part: Plain) -> Plain:
@@ -186,33 +186,33 @@ class Operands:
             part = replace(part, local=in_whole_blocks(part.local, self._rows_of_blocks()))
         return part
 
-    def own(self, part: Plain, slot: str) -> tuple[Plain, Quantized]:
+    def own(self, part: Plain, role: str) -> tuple[Plain, Quantized]:
         """Return this rank's values of an operand and their codes, before ranks gather codes; for `statistics`."""
-        part = self._weight_to_quantize(part) if slot in WEIGHT_SLOTS else part
-        return part, self._quantized(part, getattr(self.recipe, slot), slot)
+        part = self._weight_to_quantize(part) if role in WEIGHT_ROLES else part
+        return part, self._quantized(part, getattr(self.recipe, role), role)
 
     def _rows_of_blocks(self) -> int:
         pair = (self.recipe.weight, self.recipe.weight_for_grad_input)
         return lcm(*(each.block[0] for each in pair if each is not None and each.block[0] > 0))
 
-    def in_high_precision(self, part: Plain, slot: str, dtype: torch.dtype) -> Plain:
+    def in_high_precision(self, part: Plain, role: str, dtype: torch.dtype) -> Plain:
         """Return the operand ``part`` for a GEMM in high precision; a weight that FSDP shards is gathered.
 
-        If the recipe dequantizes its field ``slot``, the result has the values of the codes, in ``dtype``.
+        If the recipe dequantizes its field ``role``, the result has the values of the codes, in ``dtype``.
         """
-        if self.recipe.is_dequantized(slot):
-            return dequantized(self.of(part, slot), dtype)
-        if slot == GRAD_WEIGHT.b and self.phase is Phase.BACKWARD:
+        if self.recipe.is_dequantized(role):
+            return dequantized(self.of(part, role), dtype)
+        if role == GRAD_WEIGHT.b and self.phase is Phase.BACKWARD:
             return replace(part, local=optimization_barrier(part.local))
-        if self.fsdp_shards is None or slot not in WEIGHT_SLOTS:
+        if self.fsdp_shards is None or role not in WEIGHT_ROLES:
             return part
-        return replace(part, local=gathered(part.local, self.fsdp_shards, in_backward=slot == GRAD_INPUT.b))
+        return replace(part, local=gathered(part.local, self.fsdp_shards, in_backward=role == GRAD_INPUT.b))
 
-    def laid_out(self, operand: Quantized, slot: str) -> Quantized:
+    def laid_out(self, operand: Quantized, role: str) -> Quantized:
         """Return the operand with codes stored once in memory, in the GEMM's order, for all GEMMs that read them.
 
         Only an input is stored so, in a graph for a GPU; other operands are returned unchanged. Layers that share an
-        input, such as q, k and v, share its codes. ``slot`` is the recipe's field of the operand.
+        input, such as q, k and v, share its codes. ``role`` is the recipe's field of the operand.
         """
         if not _on_gpu(operand.codes) or not _is_aligned(operand.codes):
             return operand
@@ -220,9 +220,9 @@ class Operands:
             return operand
         if _compat.async_tp():
             return operand  # PyTorch's pass finds a product only if nothing but reshapes lies between it and a message
-        if slot == OUTPUT.a:
+        if role == OUTPUT.a:
             return replace(operand, codes=store(operand.codes))
-        if slot == GRAD_WEIGHT.b and operand.layout.offs is None:
+        if role == GRAD_WEIGHT.b and operand.layout.offs is None:
             return replace(operand, codes=store(operand.codes.t().contiguous()).t())
         return operand
 
@@ -238,33 +238,33 @@ class Operands:
 
     # ------------------------------------------------------------------ steps
 
-    def _steps(self, part: Plain, slot: str) -> Steps:
+    def _steps(self, part: Plain, role: str) -> Steps:
         if self.phase is not Phase.BACKWARD:
             return STEPS[self.phase]
-        if slot == GRAD_INPUT.b and (part.cuts or part.layout.batch or _compat.is_traced_as_subgraph()):
+        if role == GRAD_INPUT.b and (part.cuts or part.layout.batch or _compat.is_traced_as_subgraph()):
             return WEIGHT_IN_BACKWARD
         # the backward reuses codes that the forward gathered from other ranks, so they are not sent again
-        gathers = slot == GRAD_WEIGHT.b and any(cut and cut.dim != part.ndim - 1 for cut in part.cuts)
+        gathers = role == GRAD_WEIGHT.b and any(cut and cut.dim != part.ndim - 1 for cut in part.cuts)
         # if the backward reads dequantized values, it reads the forward's codes, which are kept in place of the input
-        is_forwards = slot == GRAD_WEIGHT.b and self.recipe.is_dequantized(slot)
+        is_forwards = role == GRAD_WEIGHT.b and self.recipe.is_dequantized(role)
         return STEPS[Phase.FORWARD if gathers or is_forwards else Phase.BACKWARD]
 
-    def _quantized(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
+    def _quantized(self, part: Plain, quantizer: Quantizer, role: str) -> Quantized:
         if part.layout.offs is not None:
-            return self._groups(part, slot)
+            return self._groups(part, role)
         if self.multiplier is not None and isinstance(quantizer, DelayedScaling):
-            return self._by_multiplier(part, quantizer, slot)
-        if self.weight_amax is not None and slot in WEIGHT_SLOTS:
-            return quantize_part(part, quantizer, self._steps(part, slot), whole_amax=self.weight_amax)
-        if self.outer_amax is not None and slot in WEIGHT_SLOTS and has_one_scale(quantizer):
-            return quantize_part(part, quantizer, self._steps(part, slot), outer_amax=self.outer_amax)
+            return self._by_multiplier(part, quantizer, role)
+        if self.weight_amax is not None and role in WEIGHT_ROLES:
+            return quantize_part(part, quantizer, self._steps(part, role), whole_amax=self.weight_amax)
+        if self.outer_amax is not None and role in WEIGHT_ROLES and has_one_scale(quantizer):
+            return quantize_part(part, quantizer, self._steps(part, role), outer_amax=self.outer_amax)
         if part.layout.batch and quantizer.has_outer_scale():
-            quantizer = as_summed(part, quantizer, slot)
+            quantizer = as_summed(part, quantizer, role)
             if self.phase is Phase.FORWARD:
                 return _codes_of_stack(part.local, part.layout, quantizer)
-        elif self._reads_once(part) and self._shares_read(slot):
-            return quantize_in_one_read(part, slot, self.recipe, self._steps(part, slot))
-        steps = self._steps(part, slot)
+        elif self._reads_once(part) and self._shares_read(role):
+            return quantize_in_one_read(part, role, self.recipe, self._steps(part, role))
+        steps = self._steps(part, role)
         if not part.layout.cuts and not part.layout.batch:
             return steps.quantize(part, quantizer)
         return quantize_part(part, quantizer, steps)
@@ -273,41 +273,41 @@ class Operands:
         """Whether kernels may read a part once for two GEMMs: in compiled code on a GPU, with gradients."""
         return self.phase in (Phase.FORWARD, Phase.BACKWARD) and _on_gpu(part.local)
 
-    def _shares_read(self, slot: str) -> bool:
+    def _shares_read(self, role: str) -> bool:
         """Whether one kernel may read a tensor for two GEMMs; False if one of the GEMMs reads dequantized codes."""
         recipe = self.recipe
-        return not recipe.is_dequantized(slot) and (not recipe.dequantized_output or slot in GRADIENT_SLOTS)
+        return not recipe.is_dequantized(role) and (not recipe.dequantized_output or role in GRADIENT_ROLES)
 
-    def _groups(self, part: Plain, slot: str) -> Quantized:
+    def _groups(self, part: Plain, role: str) -> Quantized:
         recipe = self.recipe
-        is_forwards = recipe.is_dequantized(slot)  # reads the codes that the forward multiplied, along rows
-        rows = OUTPUT.a if is_forwards else ALONG_ROWS.get(slot, slot)
+        is_forwards = recipe.is_dequantized(role)  # reads the codes that the forward multiplied, along rows
+        rows = OUTPUT.a if is_forwards else ALONG_ROWS.get(role, role)
         found = quantize_groups(
             part,
             getattr(recipe, rows),
             getattr(recipe, ALONG_TOKENS[rows]),
-            self._steps(part, slot),
-            along_tokens=slot in ALONG_ROWS and not is_forwards,
+            self._steps(part, role),
+            along_tokens=role in ALONG_ROWS and not is_forwards,
             reads_once=self._reads_once(part),
-            is_input=slot == GRAD_WEIGHT.b,
+            is_input=role == GRAD_WEIGHT.b,
         )
         return as_values_of_rows(found, part.local.shape[-1]) if is_forwards else found
 
-    def _by_multiplier(self, part: Plain, quantizer: DelayedScaling, slot: str) -> Quantized:
+    def _by_multiplier(self, part: Plain, quantizer: DelayedScaling, role: str) -> Quantized:
         multipliers: Any = self.multiplier
-        own = multipliers[ROW[slot]].view(quantizer.scale_shape(part.local.shape))
+        own = multipliers[ROW[role]].view(quantizer.scale_shape(part.local.shape))
         scale = quantizer.scale_of(own)
         if self.waits_for:
-            scale = after(scale, self.waits_for[ROW[slot]])
-        codes = self._steps(part, slot).cast(part.local, own, quantizer)
+            scale = after(scale, self.waits_for[ROW[role]])
+        codes = self._steps(part, role).cast(part.local, own, quantizer)
         return Quantized(codes=codes, scale=scale, quantizer=quantizer, layout=part.layout)
 
-    def _kept(self, part: Plain, quantizer: Quantizer, slot: str) -> Quantized:
-        """Return a weight's codes for ``slot``: the forward's, or for grad_input a transposed copy, stored once."""
+    def _kept(self, part: Plain, quantizer: Quantizer, role: str) -> Quantized:
+        """Return a weight's codes for ``role``: the forward's, or for grad_input a transposed copy, stored once."""
         forward = replace(self, phase=Phase.FORWARD)._quantized(part, quantizer, OUTPUT.b)
         other = _packed_along_columns(forward)
         copy = _transposed_contiguous(other.codes)  # it is stored, so no partitioner computes it again
-        if slot == GRAD_INPUT.b:
+        if role == GRAD_INPUT.b:
             return replace(other, codes=copy.transpose(-2, -1))
         # without this dependency the partitioner makes a DTensor's copy in the backward: 1.6 % more bytes
         # (benchmarks.placements)
@@ -338,19 +338,19 @@ def _is_aligned(codes: Tensor) -> bool:
     return all(_compat.statically_true(size % PADDED_TO == 0) for size in codes.shape[-2:])
 
 
-def as_summed(stack: Plain, quantizer: Any, slot: str) -> Quantizer:
-    """Return ``quantizer`` with codes packed along the dim that the GEMM of ``slot`` sums, or with one code a byte.
+def as_summed(stack: Plain, quantizer: Any, role: str) -> Quantizer:
+    """Return ``quantizer`` with codes packed along the dim that the GEMM of ``role`` sums, or with one code a byte.
 
     Only four-bit codes on a GPU are packed, if ranks don't shard the matrices.
     """
     if is_cut_within(stack) or not is_four_bits_on_gpu(stack.local, quantizer):
         return quantizer.unpacked()
-    return replace(quantizer, packed=packed_along(slot))
+    return replace(quantizer, packed=packed_along(role))
 
 
-def packed_along(slot: str) -> str:
-    """Return along what four-bit codes of a stacked weight are packed: the dim that the GEMM of ``slot`` sums."""
-    return "columns" if slot == GRAD_INPUT.b else "rows"
+def packed_along(role: str) -> str:
+    """Return along what four-bit codes of a stacked weight are packed: the dim that the GEMM of ``role`` sums."""
+    return "columns" if role == GRAD_INPUT.b else "rows"
 
 
 def _packed_along_columns(codes: Quantized) -> Quantized:

@@ -47,7 +47,7 @@ class _Scales:
     For blocks that each lie on one rank, it holds the outer amax, from which each rank computes its own scales.
     """
 
-    by_slot: dict[str, Scales]  # multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``
+    by_role: dict[str, Scales]  # multiplier, scale and outer scale, by the recipe's field, such as ``"weight"``
     # Outer amax by the recipe's field, if each block lies on one rank. That rank computes the scales of its blocks
     # itself.
     outer_amaxes: dict[str, Tensor]
@@ -109,22 +109,22 @@ class WeightScales:
             self._parameters = {each: found[each] for each in self._weights if each in found}
         return self._parameters
 
-    def of(self, module: nn.Module, name: str, slot: str) -> Scales:
+    def of(self, module: nn.Module, name: str, role: str) -> Scales:
         """Return the multiplier (1 / scale), the scales of blocks and the outer scale (or None) of a weight.
 
-        The weight is the parameter ``name`` of ``module``; ``slot`` names the recipe's field that holds the weight's
+        The weight is the parameter ``name`` of ``module``; ``role`` names the recipe's field that holds the weight's
         quantizer. With delayed scaling, the last backward computed the multiplier.
         """
         found = self._of_now(module, name)
-        return found.by_slot[slot] if slot in found.by_slot else _of_steps_before(module, slot)
+        return found.by_role[role] if role in found.by_role else _of_steps_before(module, role)
 
-    def outer_amax(self, module: nn.Module, name: str, slot: str) -> Tensor:
+    def outer_amax(self, module: nn.Module, name: str, role: str) -> Tensor:
         """Return the outer amax of the parameter ``name`` of ``module``, whose blocks each lie on one rank.
 
-        Ranks exchange only this amax, and each rank computes the scales of its own blocks. ``slot`` is the recipe's
+        Ranks exchange only this amax, and each rank computes the scales of its own blocks. ``role`` is the recipe's
         field of the quantizer.
         """
-        return self._of_now(module, name).outer_amaxes[slot]
+        return self._of_now(module, name).outer_amaxes[role]
 
     def forget(self) -> None:
         """Drop all scales and codes, so that the next request computes them again."""
@@ -183,30 +183,30 @@ class WeightScales:
             self._scales[weight] = _Scales({}, {}, _Version.of(parameter))
             shard = _compat.local_itself(parameter.sharded)
             part = part_of_weight(shard, parameter.mesh, parameter.size, parameter.mp_policy)
-            for slot, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():
+            for role, quantizer in shard.quantizers_over_ranks(parameter.module, part).items():
                 is_outer = shard.own_levels(part, quantizer)[0]
                 alone = Plain(part.local, TensorLayout(batch=shard.batch))
                 own = whole_amax(alone if is_outer else part, quantizer)
                 own = outer_amax_of(own, quantizer, shard.batch) if is_outer else own
-                changed.append((weight, slot, quantizer, is_outer))
+                changed.append((weight, role, quantizer, is_outer))
                 amaxes.append(own.to(parameter.device))
                 cuts: tuple[Any, ...] = part.cuts
                 groups.append(tuple(cut.group for cut in cuts))
         reduced = all_reduce_amaxes(amaxes, groups)
         shared = _shared_amaxes(changed, reduced)
-        for (weight, slot, quantizer, is_outer), amax in zip(changed, reduced, strict=True):
+        for (weight, role, quantizer, is_outer), amax in zip(changed, reduced, strict=True):
             if isinstance(quantizer, DelayedScaling):
                 row: Any = RowOfWeight(weight[0])()
                 history, _ = row
                 history[0].copy_(amax.view(()))  # for the next backward, which computes a multiplier from the amax
             elif is_outer:
-                self._scales[weight].outer_amaxes[slot] = amax.clone()  # a view would keep the whole message alive
+                self._scales[weight].outer_amaxes[role] = amax.clone()  # a view would keep the whole message alive
             else:
                 shard = _compat.local_itself(known[weight].sharded)
-                outer_amax = shared.get((weight[0], slot))
+                outer_amax = shared.get((weight[0], role))
                 if outer_amax is not None and not quantizer.has_outer_scale():
                     amax, outer_amax = outer_amax.view(amax.shape), None
-                self._scales[weight].by_slot[slot] = scales_of(
+                self._scales[weight].by_role[role] = scales_of(
                     amax, quantizer, outer_amax=outer_amax, batch=shard.batch
                 )
 
@@ -221,25 +221,25 @@ def _shared_amaxes(
         RuntimeError: FSDP2 gathers only some of these layers as codes.
     """
     own: dict[tuple[nn.Module, str], Tensor] = {}
-    for (weight, slot, quantizer, _), amax in zip(entries, amaxes, strict=True):
+    for (weight, role, quantizer, _), amax in zip(entries, amaxes, strict=True):
         if getattr(weight[0], "scale_group", ()):
             outer = outer_amax_of(amax, quantizer, 0) if quantizer.has_outer_scale() else amax.view(1)
-            own[weight[0], slot] = outer
+            own[weight[0], role] = outer
     found = {}
-    for module, slot in own:
+    for module, role in own:
         group: Any = module.scale_group
-        if any((each, slot) not in own for each in group):
+        if any((each, role) not in own for each in group):
             raise RuntimeError(
                 "fsdp_float8_all_gather: layers share a global scale, but fully_shard shards only some of their "
                 "weights. Shard all of them or none."
             )
-        found[module, slot] = torch.cat([own[each, slot] for each in group]).amax(0, keepdim=True)
+        found[module, role] = torch.cat([own[each, role] for each in group]).amax(0, keepdim=True)
     return found
 
 
-def _of_steps_before(module: nn.Module, slot: str) -> Scales:
+def _of_steps_before(module: nn.Module, role: str) -> Scales:
     """Return (multiplier, scale, None) of a weight with delayed scaling; the last backward computed the multiplier."""
     row: Any = RowOfWeight(module)()
     _, multiplier = row
     multiplier = multiplier.clone().view(1, 1)
-    return multiplier, getattr(module.recipe, slot).scale_of(multiplier), None
+    return multiplier, getattr(module.recipe, role).scale_of(multiplier), None

@@ -23,7 +23,7 @@ from fp8compile.quantizers import DelayedScaling
 
 __all__ = ["WeightAmaxPlan", "exchange", "weight_amax_plan"]
 
-SLOTS = ("weight", "weight_for_grad_input")
+ROLES = ("weight", "weight_for_grad_input")
 
 
 @dataclass(frozen=True)
@@ -44,33 +44,33 @@ def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) 
     every = (*placed_cuts(sharding.rows.placed, sharding.tensor_parallel_groups()), rows_cut(sharding.rows))
     same = layer.recipe.quantizer_read("weight_for_grad_input") == layer.recipe.weight
     shard, grids = Plain(local, TensorLayout(every)), {}
-    for slot in SLOTS:
-        quantizer = getattr(layer.recipe, slot)
-        if quantizer is None or isinstance(quantizer, DelayedScaling) or (same and slot == SLOTS[1]):
+    for role in ROLES:
+        quantizer = getattr(layer.recipe, role)
+        if quantizer is None or isinstance(quantizer, DelayedScaling) or (same and role == ROLES[1]):
             continue
         if not is_aligned(shard, quantizer):
-            grids[slot] = tuple(quantizer.scale_shape(shard.whole_shape()))
+            grids[role] = tuple(quantizer.scale_shape(shard.whole_shape()))
     groups: tuple[Any, ...] = tuple(cut.group for cut in every if cut is not None)
     return WeightAmaxPlan(grids, groups, same)
 
 
-def _known(layer: Any, slot: str) -> Tensor:
+def _known(layer: Any, role: str) -> Tensor:
     state = layer.graph_fsdp
     sharding, plan = state.shardings["weight"], state.weight_amax_plan
     shard = layer._parameters["weight"].to_local().detach()  # inference mode can't detach a DTensor
     dtype = used_dtype(sharding, shard)
-    return fsdp_amax(shard, dtype, sharding.rows, list(plan.grids[slot]), slot, layer.recipe)
+    return fsdp_amax(shard, dtype, sharding.rows, list(plan.grids[role]), role, layer.recipe)
 
 
 def exchange(layers: Iterable[Any]) -> None:
     """Give each layer the amaxes of its weight's blocks that span several ranks, in one message a group of ranks."""
     entries = [
-        (layer, slot)
+        (layer, role)
         for layer in layers
-        for slot in layer.graph_fsdp.weight_amax_plan.grids
-        if slot == SLOTS[0] or torch.is_grad_enabled()
+        for role in layer.graph_fsdp.weight_amax_plan.grids
+        if role == ROLES[0] or torch.is_grad_enabled()
     ]
-    known = [_known(layer, slot) for layer, slot in entries]
+    known = [_known(layer, role) for layer, role in entries]
     groups = [layer.graph_fsdp.weight_amax_plan.groups for layer, _ in entries]
-    for (layer, slot), amax in zip(entries, all_reduce_amaxes(known, groups), strict=True):
-        layer.graph_fsdp.amaxes[slot] = amax
+    for (layer, role), amax in zip(entries, all_reduce_amaxes(known, groups), strict=True):
+        layer.graph_fsdp.amaxes[role] = amax

@@ -215,8 +215,8 @@ def _gathered(gemm: Gemm, a: Tensor, b: Tensor) -> dict[str, str]:
     return {cuts[side][index].group.group_name: _tensor_name(getattr(gemm, side)) for index, side in plans}
 
 
-def _tensor_name(slot: str) -> str:
-    return slot.partition("_for_")[0]
+def _tensor_name(role: str) -> str:
+    return role.partition("_for_")[0]
 
 
 def _by_fsdp(op: str, reduction: str, sent: Tensor) -> str:
@@ -256,10 +256,10 @@ class _Listener(TorchDispatchMode):
             if (gemm := OPS.get(func._schema.name)) is not None:
                 self.gemm, self.recipe = gemm, next(arg for arg in args if isinstance(arg, Recipe))
                 self.gathered, self.codes_of = _gathered(gemm, *args[:2]), set()
-                slots = zip((gemm.a, gemm.b), args, strict=False)
+                roles = zip((gemm.a, gemm.b), args, strict=False)
                 self.partial = [
-                    _tensor_name(slot)
-                    for slot, t in slots
+                    _tensor_name(role)
+                    for role, t in roles
                     if any(placement.is_partial() for placement in t.placements)
                 ]
             return NotImplemented  # DTensor handles the op, and its collectives come back here

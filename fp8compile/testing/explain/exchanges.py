@@ -20,8 +20,8 @@ def _value(arg: Any) -> Any:
 
 
 def _dispatched(node: fx.Node) -> Mapping[torch.dtype, int]:
-    rows, _, _, sizes, length, slot, recipe, _ = (_value(arg) for arg in node.args)
-    dtype, elements = traveling(rows, None if sizes is not None else length, slot, recipe)
+    rows, _, _, sizes, length, role, recipe, _ = (_value(arg) for arg in node.args)
+    dtype, elements = traveling(rows, None if sizes is not None else length, role, recipe)
     return {dtype: size_of(elements) * dtype.itemsize}
 
 

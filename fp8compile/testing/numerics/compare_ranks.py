@@ -109,10 +109,10 @@ class _Watch:
         if key not in self._reference:
             self._found(key, gemm.a, "values", "a single process computes no such GEMM")
             return
-        for slot, mine, expected in zip((gemm.a, gemm.b), wholes, self._reference[key], strict=True):
+        for role, mine, expected in zip((gemm.a, gemm.b), wholes, self._reference[key], strict=True):
             if mine.shape != expected.shape and mine.numel() == expected.numel():
                 mine = mine.view(expected.shape)  # tokens are flattened where no rank cuts them
-            is_weight = slot == gemm.b and gemm is not GRAD_WEIGHT
+            is_weight = role == gemm.b and gemm is not GRAD_WEIGHT
             if mine.shape != expected.shape and (not is_weight or mine.ndim == 3):
                 continue  # a part of the batch on each rank, or some of the experts
             words = difference(mine, expected)
@@ -121,7 +121,7 @@ class _Watch:
             ratio = sqnr(mine, expected) if mine.shape == expected.shape else -ROUNDING
             if is_weight or not ratio >= ROUNDING:
                 shown = "" if is_weight else f", {ratio:.1f} dB"
-                self._found(key, slot, "values", f"{words}{shown}")
+                self._found(key, role, "values", f"{words}{shown}")
 
 
 def _run(built: Any, loss: Loss | None, watch: _Watch) -> None:

@@ -25,7 +25,7 @@ from fp8compile.testing.numerics.layer_calls import LayerCall
 __all__ = ["Cost", "cost_of", "why_not_native"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
-TENSOR_OF = {slot: tensor for tensor, slots in TENSORS.items() for slot in slots}
+TENSOR_OF = {role: tensor for tensor, roles in TENSORS.items() for role in roles}
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Sizes:
 
 
 def _product(gemm: Gemm, recipe: Recipe | None, sizes: _Sizes, peaks: Peaks) -> Cost:
-    others = [TENSOR_OF[slot] for slot in (gemm.a, gemm.b)]
+    others = [TENSOR_OF[role] for role in (gemm.a, gemm.b)]
     result = next(tensor for tensor in ("grad_output", "input", "weight") if tensor not in others)
     read = sum(sizes.elements(tensor) for tensor in others)
     summed, columns = {
@@ -91,8 +91,8 @@ def _product(gemm: Gemm, recipe: Recipe | None, sizes: _Sizes, peaks: Peaks) -> 
 def _casts(gemms: Iterable[Gemm], recipe: Recipe, sizes: _Sizes) -> float:
     moved: dict[object, float] = {}
     for gemm in gemms:
-        for slot, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
-            tensor = TENSOR_OF[slot]
+        for role, quantizer in zip((gemm.a, gemm.b), recipe.quantizers(gemm) or (), strict=False):
+            tensor = TENSOR_OF[role]
             read = sizes.element if tensor == "weight" else 0
             moved[gemm is OUTPUT, tensor, quantizer] = sizes.elements(tensor) * (quantizer.code_bits() / 8 + read)
     return sum(moved.values())

@@ -20,7 +20,7 @@ from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.fsdp_rows import rows_cut
 from fp8compile.ops.layer.gather_operands import gather
 from fp8compile.ops.layer.multiply_over_ranks import Product
-from fp8compile.ops.layer.operands import GRAD_WEIGHT, WEIGHT_SLOTS, Operands
+from fp8compile.ops.layer.operands import GRAD_WEIGHT, WEIGHT_ROLES, Operands
 from fp8compile.quantizers import Gemm
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.testing.bits import difference, sum_difference
@@ -30,23 +30,23 @@ __all__ = ["differences", "is_shared", "whole"]
 Multiply = Callable[..., Product]
 
 
-def _cut_by_fsdp(part: Plain, slot: str, operands: Operands) -> Plain:
-    if operands.fsdp_shards is None or slot not in WEIGHT_SLOTS:
+def _cut_by_fsdp(part: Plain, role: str, operands: Operands) -> Plain:
+    if operands.fsdp_shards is None or role not in WEIGHT_ROLES:
         return part
     return part.with_cuts((*part.cuts, rows_cut(operands.fsdp_shards)))
 
 
-def whole(part: Any, slot: str = "", operands: Operands | None = None) -> Any:
+def whole(part: Any, role: str = "", operands: Operands | None = None) -> Any:
     """Gather a tensor, `Plain` or `Quantized`, over all ranks that share it.
 
     Args:
         part: This rank's part.
-        slot: The recipe's field for the tensor, such as ``"weight"``.
+        role: The recipe's field for the tensor, such as ``"weight"``.
         operands: The `Operands` of the GEMM, which know how FSDP shards the weight; None if FSDP does not shard
             ``part``.
     """
     if operands is not None:
-        part = _cut_by_fsdp(part, slot, operands)
+        part = _cut_by_fsdp(part, role, operands)
     for index in range(len(part.cuts)):
         if part.cuts[index] is not None:
             part = gather(part, index)
@@ -149,12 +149,12 @@ def differences(
         return
     alone = Operands(operands.recipe, operands.phase, operands.multiplier)
     parts = {gemm.a: a, gemm.b: b}
-    wholes = {slot: _as_one_process_has_it(whole(part, slot, operands)) for slot, part in parts.items()}
+    wholes = {role: _as_one_process_has_it(whole(part, role, operands)) for role, part in parts.items()}
     if operands.recipe.quantizers(gemm) is not None:
-        for slot, part in parts.items():
-            found = _of_operand(operands.of(part, slot), alone.of(wholes[slot], slot))
+        for role, part in parts.items():
+            found = _of_operand(operands.of(part, role), alone.of(wholes[role], role))
             if found is not None:
-                yield slot, *found
+                yield role, *found
     all_of_bias = None if bias is None else whole(bias)
     expected = multiply(gemm, wholes[gemm.a], wholes[gemm.b], alone, all_of_bias)
     words = _of_product(product, expected, b, gemm, None if all_of_bias is None else all_of_bias.local)

@@ -9,7 +9,7 @@ import torch
 
 from fp8compile.ops.layer.fsdp_delayed_amaxes import AmaxGroups
 from fp8compile.ops.layer.fsdp_rows import Rows
-from fp8compile.ops.layer.operands import WEIGHT_SLOTS
+from fp8compile.ops.layer.operands import WEIGHT_ROLES
 from fp8compile.testing.samples import inputs
 from fp8compile.testing.samples.layer_ops import (
     delayed_samples,
@@ -26,11 +26,11 @@ def _fsdp_amax() -> Iterator[tuple[Any, ...]]:
     for index, (weight, recipe) in enumerate(weight_samples()):
         own = weight.float()[: 0 if index % 5 == 4 else 40]
         own = own.t().contiguous().t() if index % 2 else own
-        for slot in ("weight", "weight_for_grad_input"):
-            if (quantizer := getattr(recipe, slot)) is not None:
+        for role in ("weight", "weight_for_grad_input"):
+            if (quantizer := getattr(recipe, role)) is not None:
                 grid = list(quantizer.scale_shape((40 + own.shape[0], own.shape[1])))
                 rows = Rows(sizes=(40, own.shape[0]), rank=1, group="", replicas="", reduce_dtype="float32")
-                yield own, weight.dtype, rows, grid, slot, recipe
+                yield own, weight.dtype, rows, grid, role, recipe
 
 
 def _fsdp_amax_carriers() -> Iterator[tuple[Any, ...]]:
@@ -66,9 +66,9 @@ def _weight_codes() -> Iterator[tuple[Any, ...]]:
             torch.randn(3, 20, 24, generator=generator).bfloat16(),
             torch.randn(0, 24, generator=generator),
         ):
-            for slot in WEIGHT_SLOTS:
-                if getattr(recipe, slot) is not None:
-                    yield weight, slot, recipe
+            for role in WEIGHT_ROLES:
+                if getattr(recipe, role) is not None:
+                    yield weight, role, recipe
 
 
 SAMPLES = {

@@ -74,10 +74,10 @@ def test_fp8_is_below_the_level_and_within_the_spread_of_bf16(name, config, text
     assert judge(name, f8.recipes.by_name(name), config, text, reference).passed
 
 
-@pytest.mark.parametrize("slot", [pytest.param("weight", marks=pytest.mark.slow), "grad_output"])
-def test_a_planted_wrong_scale_fails(slot, config, text, reference):
-    wrong = plant_wrong_scale(f8.recipes.by_name("rowwise"), slot)
-    assert not judge(f"wrong scale of {slot}", wrong, config, text, reference).passed
+@pytest.mark.parametrize("role", [pytest.param("weight", marks=pytest.mark.slow), "grad_output"])
+def test_a_planted_wrong_scale_fails(role, config, text, reference):
+    wrong = plant_wrong_scale(f8.recipes.by_name("rowwise"), role)
+    assert not judge(f"wrong scale of {role}", wrong, config, text, reference).passed
 
 
 @pytest.mark.slow
