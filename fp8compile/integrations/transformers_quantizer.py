@@ -22,7 +22,7 @@ from fp8compile.nn import convert
 from fp8compile.nn.convertible.convertible_layers import is_converted, layers, weight_names
 from fp8compile.nn.layer.codes_in_state import ENDS, PARTS
 from fp8compile.nn.weights.quantize_weights import check_weights, makes_parameters, quantizers_of_sets
-from fp8compile.quantizers import CALL, PARAMETER, Recipe, lifetime_of_flags
+from fp8compile.quantizers import CALL, PARAMETER, Recipe, lifetime_of_flags, replace_lifetime_flags
 from fp8compile.tensor import QuantizedParameter
 
 __all__ = ["F8Config", "F8Quantizer"]
@@ -63,7 +63,8 @@ class F8Config(QuantizationConfigMixin):
         share_outer_scale: Any = False,
         **others: Any,
     ) -> None:
-        others = lifetime_of_flags({**others, "weight_lifetime": weight_lifetime})  # in files of earlier versions
+        read = lifetime_of_flags if "quant_method" in others else replace_lifetime_flags  # files have the first
+        others = dict(read({**others, "weight_lifetime": weight_lifetime}))
         weight_lifetime = others.pop("weight_lifetime")
         if others := {name: value for name, value in others.items() if (name, value) != ("quant_method", METHOD)}:
             given = ", ".join(f"{name}={value!r}" for name, value in others.items())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["accept_lifetime_flags", "lifetime_of_flags"]
+__all__ = ["accept_lifetime_flags", "lifetime_of_flags", "replace_lifetime_flags"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,27 +24,31 @@ def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: each for name, each in options.items() if name not in BEFORE}
     for name in [flag for flag in BEFORE if flag in options]:
         if type(options[name]) is not bool or options.get("weight_lifetime") is not None:
-            given = f"{name}={options[name]!r}"
-            raise TypeError(f"`{name}` was replaced by `weight_lifetime`; got {given}. Pass weight_lifetime alone.")
+            given = f"`{name}` was replaced by `weight_lifetime`; got {name}={options[name]!r}"
+            raise TypeError(f"{given}. Pass weight_lifetime alone.")
         if (lifetime := BEFORE[name][not options[name]]) is not None:
             found["weight_lifetime"] = lifetime
     return found
 
 
+def replace_lifetime_flags(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Do the same for the arguments of the caller's caller: warn, or raise a TypeError for a flag of no release."""
+    found = lifetime_of_flags(options)
+    for name in [flag for flag in BEFORE if flag in options]:
+        lifetime = BEFORE[name][not options[name]]
+        new = "Omit it" if lifetime is None else f"Pass weight_lifetime={lifetime!r} instead"
+        text = f"{name}={options[name]!r} was replaced"
+        if name == "cache_weights":
+            raise TypeError(f"{text} by `weight_lifetime`. {new}.")
+        warnings.warn(f"{text}, and will raise an error. {new}.", FutureWarning, stacklevel=3)
+    return found
+
+
 def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
-    """Make ``function`` raise a TypeError, or warn, for the flags that ``weight_lifetime`` replaced."""
+    """Make ``function`` accept the flags that ``weight_lifetime`` replaced, as `replace_lifetime_flags` does."""
 
     @wraps(function)
     def accepting(*args: P.args, **kwargs: P.kwargs) -> R:
-        flags = [name for name in BEFORE if name in kwargs]
-        given: Any = lifetime_of_flags(kwargs) if flags else kwargs
-        for name in flags:
-            lifetime = BEFORE[name][not kwargs[name]]
-            new = "Omit it" if lifetime is None else f"Pass weight_lifetime={lifetime!r} instead"
-            text = f"{name}={kwargs[name]!r} was replaced"
-            if name != "quantized_parameters":  # the flag that most scripts have
-                raise TypeError(f"{text} by `weight_lifetime`. {new}.")
-            warnings.warn(f"{text}, and will raise an error. {new}.", FutureWarning, stacklevel=2)
-        return function(*args, **given)
+        return function(*args, **replace_lifetime_flags(kwargs))
 
     return accepting

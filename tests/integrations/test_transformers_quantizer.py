@@ -154,11 +154,20 @@ def test_what_it_can_not_do_is_refused(folder, tmp_path):
 def test_configurations_of_earlier_versions_load():
     recipe = recipe_to_json(f8.recipes.nvfp4())
     recipe = {key: each for key, each in recipe.items() if key != "weight_lifetime"}
-    config = F8Config({**recipe, "keep_weight_codes": True, "cache_weights": False}, quantized_parameters=False)
+    of_file = {"quant_method": "fp8compile"}
+    flags = {"keep_weight_codes": True, "cache_weights": False}
+    config = F8Config({**recipe, **flags}, quantized_parameters=False, **of_file)
     assert (config.recipe, config.weight_lifetime) == (f8.recipes.nvfp4(), None)
-    config = F8Config({**recipe, "keep_weight_codes": True, "cache_weights": True}, quantized_parameters=True)
+    config = F8Config({**recipe, **flags, "cache_weights": True}, quantized_parameters=True, **of_file)
     assert (config.recipe, config.weight_lifetime) == (f8.recipes.nvfp4(weight_lifetime="step"), "parameter")
     assert config.to_dict()["weight_lifetime"] == "parameter"
+
+
+def test_flags_of_earlier_versions_in_a_call_say_the_new_spelling():
+    with pytest.warns(FutureWarning, match="Pass weight_lifetime='parameter' instead"):
+        assert F8Config(quantized_parameters=True).weight_lifetime == "parameter"
+    with pytest.raises(TypeError, match="cache_weights=True was replaced"):
+        F8Config(cache_weights=True)
 
 
 def test_a_recipe_of_fp8_parameters_is_refused_because_all_layers_are_quantized_while_loading():
