@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 import fp8compile as f8
+from fp8compile._compat import ADDCDIV_IS_EXACT
 from fp8compile.testing import eager_run, run_gpu_program
 from fp8compile.testing.bits import difference
 from fp8compile.testing.gpu.program import generate
@@ -51,7 +52,7 @@ class Fault:
 
 # Triton divides float32 tiles by ``/`` approximately
 APPROXIMATELY = (r"triton\.language\.div_rn\((\w+), (\w+)\)", r"(\1 / \2)")
-if torch.__version__ < "2.12":  # divides in float64
+if not ADDCDIV_IS_EXACT:  # divides in float64
     APPROXIMATELY = (r"tl\.float64", "tl.float32")
 FAULTS = (
     Fault("a store without its mask", r"(tl\.store\(out_ptr\d \+ \(tl\.broadcast_to\(r0_0.*), r0_mask\)", r"\1, None)",

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile as f8
 from benchmarks.table import lines
+from fp8compile._compat import ADDCDIV_IS_EXACT
 from fp8compile.testing import gpu_kernels
 from fp8compile.testing.gpu.cubin import jit_resources
 from fp8compile.testing.gpu.gpus import GPUS
@@ -131,7 +132,7 @@ def test_every_division_is_exact(block):
     assert not approximate_divisions(source)
 
 
-@pytest.mark.skipif(TORCH == "2.11", reason="its Inductor has no exact division in float32")
+@pytest.mark.skipif(not ADDCDIV_IS_EXACT, reason=f"Inductor of {TORCH} has no exact division in float32")
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_no_division_is_in_float64(block):
     """A GeForce divides 64 times slower in float64."""

@@ -81,7 +81,7 @@ def constant(number: float, dtype: torch.dtype, like: torch.Tensor, shape: tuple
     """
     if torch.compiler.is_dynamo_compiling() or graph_tracer() is None or len(found := _nodes_below(like)) != 1:
         return torch.full(shape, number, dtype=dtype, device=like.device)
-    key = (constant, number, dtype, like.device, shape, current_marks(), type(like))
+    key = (constant, repr(number), dtype, like.device, shape, current_marks(), type(like))
     make = partial(torch.full, shape, number, dtype=dtype, device=like.device)
     return _remembered(found[0].graph, key, make)
 

@@ -3,7 +3,6 @@
 constants of a graph     register_opaque_type(typ="value") up to 2.13, register_custom_class(typ="constant") in 2.15
 group in a subclass      ProcessGroup as a tensor's attribute: not in 2.11, in 2.13 after registration, in 2.15 always
 rowwise GEMM on a CPU    `torch._scaled_mm` takes a scale for each row from 2.13 on
-exact division           Inductor's `torch.addcdiv` is correctly rounded on a GPU from 2.13 on
 """
 
 from __future__ import annotations

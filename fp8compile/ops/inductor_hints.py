@@ -74,7 +74,7 @@ def realize(x: Tensor) -> Tensor:
     """Mark a value that Inductor computes once and stores, instead of computing it for each use.
 
     Inductor inlines pointwise code into every reader. For the multiplier of a block, that would mean an exact
-    (float64) division for every element of the block.
+    division for every element of the block.
     """
     return stored(x, ONCE)
 

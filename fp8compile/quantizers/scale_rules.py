@@ -8,8 +8,8 @@
 
 Values are multiplied before they are rounded. On every backend, a division has the correctly rounded float32 quotient.
 In float32, `number / tensor` in PyTorch would be a reciprocal and a product, and `/` in Triton is only accurate to
-2 ulp, but `torch.addcdiv` becomes div.rn in float32. Other divisions are computed in float64 and rounded, to the same
-bits, because 53 bits are at least 2 * 24 + 2; float64 is 64 times slower on a consumer GPU.
+2 ulp. From PyTorch 2.13 on, `torch.addcdiv` becomes div.rn on a GPU. Other divisions are rounded from float64 (64
+times slower on a consumer GPU), to the same bits, because 53 bits are at least 2 * 24 + 2.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433 (scaling by amax); OCP
 Microscaling Formats 1.0, section 6.3 (e8m0_floor); Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8",
@@ -39,16 +39,17 @@ __all__ = ["SCALE_RULES", "exact_quotient", "exact_root", "nan_where_not_finite"
 
 Rule = Callable[[Tensor, Float8Format | Float4Format, float], Tensor]
 
-FLOAT32_INTEGERS = 2 ** (FLOAT32_MANTISSA_BITS + 1)  # whole numbers up to this are float32 numbers
 MANTISSA_MASK = (1 << FLOAT32_MANTISSA_BITS) - 1
 
 
 def exact_quotient(number: float, x: Tensor) -> Tensor:
     """Compute ``number / x``, rounded to float32; ``x`` is float32 or float64.
 
-    The result is correctly rounded if ``x`` is float32.
+    The result is correctly rounded if ``x`` is float32 and ``number`` a float32 number.
     """
-    if ADDCDIV_IS_EXACT and x.dtype == torch.float32 and number % 1 == 0 and abs(number) <= FLOAT32_INTEGERS:
+    # whole numbers up to 2**24 are float32 numbers; to Dynamo, a number may be a symbol
+    is_known = ADDCDIV_IS_EXACT and x.dtype == torch.float32 and not torch.compiler.is_dynamo_compiling()
+    if is_known and number % 1 == 0 and abs(number) <= 2**24:
         return torch.addcdiv(constant(-0.0, torch.float32, x), constant(number, torch.float32, x), x)
     # the constant has as many dims as x, because a float64 scalar would leave the division in float32
     return (constant(number, torch.float64, x, (1,) * x.ndim) / x).float()
