@@ -158,7 +158,7 @@ def test_with_the_largest_margin_every_finite_amax_has_a_finite_scale():
         assert 0 < quantizer.scale_of(multiplier) < torch.inf
 
 
-def test_two_slots_of_one_tensor_need_one_quantizer():
+def test_two_roles_of_one_tensor_need_one_quantizer():
     four, e5m2 = f8.DelayedScaling(history=4), f8.DelayedScaling(history=4, format="e5m2")
     with pytest.raises(
         ValueError, match="Recipe: grad_output has only one history of amaxes, but grad_output and grad_output_for"

@@ -349,8 +349,8 @@ def _measure(cell: Cell, *, graph: bool, is_plain: bool = False) -> Measured:
     recipe, (x, weight, grad, ends) = recipe_of(cell), _tensors(cell.kind)
     place, known = "whole" if is_plain else cell.place, []
     if cell.source == "given amax" and not is_plain:
-        roles = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
-        known = [part for each in roles for part in Known(amax=amax(weight, each))]
+        quantizers = recipe.weight, recipe.quantizer_read("weight_for_grad_input")
+        known = [part for each in quantizers for part in Known(amax=amax(weight, each))]
         if cell.place == "shared scale":
             known = [*Known(outer_amax=weight.float().abs().amax().view(1))]
     if place == "known codes":

@@ -94,8 +94,8 @@ def op_problems(name, sizes, dtype, known):
     shard = weight.split(sizes)[rank].contiguous()
     amaxes = []
     if known:
-        roles = [recipe.weight, recipe.weight_for_grad_input]
-        sets = (Known(amax=None if each is None else f8.ops.amax(weight.to(dtype), each)) for each in roles)
+        quantizers = [recipe.weight, recipe.weight_for_grad_input]
+        sets = (Known(amax=None if each is None else f8.ops.amax(weight.to(dtype), each)) for each in quantizers)
         amaxes = [part for each in sets for part in each]
     inputs = [each.clone().requires_grad_() for each in (xs[rank], shard, bias)]
     rows = Rows(sizes=tuple(sizes), rank=rank, group=group.group_name, replicas="", reduce_dtype="float32")

@@ -156,9 +156,9 @@ def bits_of(run, recipe):
 
 def codes_of(weight, recipe):
     """What a weight's values are quantized to; of delayed scaling only who cast them knows by what."""
-    roles, found = RECIPES[recipe], {}
-    ends = {} if recipe == "delayed" else {"": roles.weight}
-    ends |= {} if roles.shares_weight_codes() else {"_for_grad_input": roles.weight_for_grad_input}
+    how, found = RECIPES[recipe], {}
+    ends = {} if recipe == "delayed" else {"": how.weight}
+    ends |= {} if how.shares_weight_codes() else {"_for_grad_input": how.weight_for_grad_input}
     for end, quantizer in ends.items():
         q = f8.quantize(weight, quantizer)
         found |= {f"weight_codes{end}": q.codes, f"weight_scale{end}": q.scale}

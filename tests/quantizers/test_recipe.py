@@ -110,7 +110,7 @@ def test_e5m2_by_e5m2_is_refused_and_by_e4m3_taken(gemm, a, b):
 
 @pytest.mark.parametrize("role", [name for _, *roles in PAIRS for name in roles])
 @pytest.mark.parametrize("bad", ["rowwise", 1, 2.0, True, f8.recipes.rowwise()])
-def test_a_slot_takes_a_quantizer_or_none(role, bad):
+def test_a_role_takes_a_quantizer_or_none(role, bad):
     with pytest.raises(
         TypeError, match=f"Recipe: `{role}` is .*; it must be a quantizer, such as .* or None for high precision"
     ):
@@ -118,7 +118,7 @@ def test_a_slot_takes_a_quantizer_or_none(role, bad):
 
 
 @pytest.mark.parametrize("bad", [CurrentScaling, torch.float8_e4m3fn, torch.ones(1), [ROW]])
-def test_a_slot_takes_no_class_dtype_tensor_or_list(bad):
+def test_a_role_takes_no_class_dtype_tensor_or_list(bad):
     with pytest.raises(TypeError, match=f"Recipe: field input holds a {type(bad).__name__}"):
         Recipe(input=bad, weight=bad)
 

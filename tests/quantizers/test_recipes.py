@@ -91,7 +91,7 @@ def test_mxfp8_with_square_blocks_has_one_quantizer_of_the_weight_and_all_else_o
     ids=["format", "scale", "eps", "grad_rounding", "history", "algorithm", "margin"],
 )
 @pytest.mark.parametrize("name", EIGHT_BITS)
-def test_argument_reaches_every_slot_it_speaks_of(name, argument, value, field, roles):
+def test_argument_reaches_every_role_it_speaks_of(name, argument, value, field, roles):
     if argument not in inspect.signature(getattr(recipes, name)).parameters:
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{argument}'"):
             recipes.by_name(name, **{argument: value})

@@ -83,7 +83,7 @@ ONCE_A_STEP = {
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ONCE_A_STEP)
 def test_both_sets_are_made_of_one_value_once_a_step(kind, name, assert_bits_equal):
-    weight = nn.Parameter(QuantizedParameter.of(single.values(80, 96), *_slots(name)))
+    weight = nn.Parameter(QuantizedParameter.of(single.values(80, 96), *_quantizers(name)))
     plain = nn.Parameter(weight.dequantize().detach())
     optimizers = [ONCE_A_STEP[kind]([each]) for each in (weight, plain)]
     for step in range(4):
@@ -95,12 +95,12 @@ def test_both_sets_are_made_of_one_value_once_a_step(kind, name, assert_bits_equ
         plain.data.copy_(weight.dequantize())
 
 
-def _slots(name):
+def _quantizers(name):
     return RECIPES[name].weight, RECIPES[name].weight_for_grad_input
 
 
 def test_fills_write_both_sets(assert_bits_equal):
-    weight = nn.Parameter(QuantizedParameter.of(single.values(64, 96), *_slots("mxfp8")))
+    weight = nn.Parameter(QuantizedParameter.of(single.values(64, 96), *_quantizers("mxfp8")))
     torch.manual_seed(3)
     nn.init.kaiming_uniform_(weight)
     torch.manual_seed(3)

@@ -93,8 +93,8 @@ def not_codes(recipe: Recipe) -> str | None:
 
 
 def _sets_as_it_lies(layer: nn.Module, recipe: Recipe) -> tuple[Quantizer, ...]:
-    roles: tuple[Any, ...] = _quantizers(recipe)[:1] if recipe.shares_weight_codes() else _quantizers(recipe)
-    return tuple(as_it_lies(layer, each) for each in roles)
+    read: tuple[Any, ...] = _quantizers(recipe)[:1] if recipe.shares_weight_codes() else _quantizers(recipe)
+    return tuple(as_it_lies(layer, each) for each in read)
 
 
 def _codes(layer: Any, weight: Tensor, outer_amax: Tensor | None) -> Tensor:

@@ -89,8 +89,8 @@ def scale_groups(model: nn.Module, recipes: Mapping[nn.Module, Recipe], given: o
                     f"because {reason}, or omit share_outer_scale."
                 )
             recipe = recipes[next(iter(members.values()))]
-            roles = (recipe.weight, recipe.weight_for_grad_input)
-            if any(each is not None and has_one_scale(each) for each in roles):
+            quantizers = (recipe.weight, recipe.weight_for_grad_input)
+            if any(each is not None and has_one_scale(each) for each in quantizers):
                 groups.append(tuple(members.values()))
     missing = [names for names in _names(given) if names not in matched]
     if not matched or (given is not True and missing):

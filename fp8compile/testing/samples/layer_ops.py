@@ -73,8 +73,8 @@ def _over_fsdp(family: Callable[[], Iterator[Sample]]) -> Iterator[Sample]:
     for index, (x, weight, bias, offs, known, sizes, _, recipe) in enumerate(family()):
         shard = weight.float() if index % 2 else weight
         if index % 3 == 0 and offs is None:
-            roles = recipe.weight, recipe.weight_for_grad_input
-            sets = (Known(amax=None if each is None else amax(weight, each)) for each in roles)
+            quantizers = recipe.weight, recipe.weight_for_grad_input
+            sets = (Known(amax=None if each is None else amax(weight, each)) for each in quantizers)
             known = [*chain.from_iterable(sets)]
         yield x, shard, bias, offs, known, sizes, OverFsdp(Rows.alone(weight.shape[0])), recipe
 
