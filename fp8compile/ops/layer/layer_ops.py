@@ -78,8 +78,7 @@ def register_layer_op(name: str, gemm: Gemm, compute: Callable[..., Any], **othe
 
 
 def _empty_grad_input(grad_output: Tensor, weight: Tensor, *tail: Any) -> Tensor:
-    args = LayerArgs.of(*tail)
-    check_layer(args, GRAD_INPUT)
+    check_layer(args := LayerArgs.of(*tail), GRAD_INPUT)
     sharding = args.sharding
     tokens = sharding.tokens(grad_output.shape[:-1], args.sizes, all_ranks=not sharding.shards_out_features())
     return grad_output.new_empty((*tokens, weight.shape[-1]))
@@ -95,8 +94,7 @@ grad_input: OpOverload = register_layer_op(
 
 
 def _empty_grad_weight(grad_output: Tensor, x: Tensor, dtype: torch.dtype, *tail: Any) -> Tensor:
-    args = LayerArgs.of(*tail)
-    check_layer(args, GRAD_WEIGHT)
+    check_layer(args := LayerArgs.of(*tail), GRAD_WEIGHT)
     return args.sharding.empty_grad_weight(grad_output, x.shape[-1], dtype, args.offs)
 
 

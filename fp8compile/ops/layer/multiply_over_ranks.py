@@ -148,8 +148,8 @@ def _multiply_codes(
     gemm: Gemm, a: Quantized, b: Quantized, plans: list[GroupPlan], out_dtype: torch.dtype, operands: Operands
 ) -> Tensor:
     (left, *left_windows), (right, *right_windows) = as_operand(a), as_operand(b)
-    if operands.phase is not Phase.EAGER:  # gathered codes are in memory already, so `laid_out` need not store them
-        gathered = [plan.gather for plan in plans]
+    if operands.phase is not Phase.EAGER:
+        gathered = [plan.gather for plan in plans]  # these are in memory already, so `laid_out` need not store them
         left = left if "a" in gathered else operands.laid_out(left, gemm.a)
         right = right if "b" in gathered else operands.laid_out(right, gemm.b)
     product = operands.multiply(left, right, out_dtype, gemm)

@@ -211,8 +211,8 @@ class Operands:
     def laid_out(self, operand: Quantized, role: str) -> Quantized:
         """Return the operand with codes stored once in memory, in the GEMM's order, for all GEMMs that read them.
 
-        Only an input is stored so, in a graph for a GPU; other operands are returned unchanged. Layers that share an
-        input, such as q, k and v, share its codes. ``role`` is the recipe's field of the operand.
+        Not for eager mode. Only an input is stored so, on a GPU; other operands are returned unchanged. Layers that
+        share an input, such as q, k and v, share its codes. ``role`` is the recipe's field of the operand.
         """
         if not _on_gpu(operand.codes) or not _is_aligned(operand.codes):
             return operand

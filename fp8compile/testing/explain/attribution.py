@@ -1,4 +1,4 @@
-"""Find the layer to which each GEMM of a graph belongs, and its role: output, grad_input or grad_weight.
+"""Find the layer to which each GEMM of a graph belongs, and which GEMM it is: output, grad_input or grad_weight.
 
 A GEMM belongs to a layer if it multiplies data by a tensor computed from the layer's weight, or if its result leaves
 the graph as that weight's gradient. A GEMM of parameters alone computes a weight, and belongs to no layer. If the
@@ -215,7 +215,7 @@ class Owners:
         return None if called in self.known else called
 
     def whose(self, value: Value, *, backward: bool) -> tuple[list[str | None], str]:
-        """Return the layers to which a GEMM belongs ([None] for none), and its role, such as "output".
+        """Return the layers to which a GEMM belongs ([None] for none), and which GEMM it is, such as "output".
 
         ``backward`` is whether the GEMM is part of the backward and not recomputed from the forward.
         """
