@@ -50,6 +50,10 @@ class Fault:
     count: int = 0
 
 
+# where Inductor writes the transposed codes of a matrix of 64 x 96
+ACROSS = (r"96\*\(\(r0_0 % 64\)\) \+ \(r0_0 // 64\)", "r0_0")
+if torch.__version__.startswith("2.11"):  # in a kernel of two dims
+    ACROSS = (r"x1 \+ 96\*y0", "y0 + 64*x1")
 # Triton divides float32 tiles by ``/`` approximately
 APPROXIMATELY = (r"triton\.language\.div_rn\((\w+), (\w+)\)", r"(\1 / \2)")
 if not ADDCDIV_IS_EXACT:  # divides in float64
@@ -65,7 +69,7 @@ FAULTS = (
     Fault("the rounding barrier removed", BARRIER,
           r"\1 = \2.to(tl.bfloat16).to(tl.int16, bitcast=True)\3\4 = \2.to(tl.float32)",
           "forward, product 0 _scaled_mm.*, left operand"),
-    Fault("codes along the wrong dim", r"96\*\(\(r0_0 % 64\)\) \+ \(r0_0 // 64\)", "r0_0",
+    Fault("codes along the wrong dim", *ACROSS,
           r"forward, output \d: ", options={"backward": True}),
     Fault("an amax that skips a block, the second half", r"r0_mask = r0_index < r0_numel",
           "r0_mask = r0_index < r0_numel // 2",

@@ -56,8 +56,8 @@ class Send:
             message outside of all layers, such as a sum of gradients of several layers that read one tensor.
         gemm: The GEMM that needs the message: "output", "grad_input" or "grad_weight"; "plan" if a style of the
             plan sends it before or after the layer; "fsdp" if FSDP2 sends it; empty between layers.
-        what: The content: "codes of grad_output", "scales of input", "amax", or a tensor in its own dtype, such as
-            "input".
+        what: The content: "quantized data of grad_output", "scales of input", "amax", or a tensor in its own dtype,
+            such as "input".
         op: "all_gather", "all_reduce max", "all_reduce sum", "reduce_scatter sum", or another operator's name.
         dtype: Dtype of the tensor that is sent, such as "uint8".
         bytes_per_element: Bytes of each element.
