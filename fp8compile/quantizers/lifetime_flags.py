@@ -32,7 +32,7 @@ def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replace_lifetime_flags(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Do the same for the arguments of the caller's caller: warn, or raise a TypeError for a flag of no release."""
+    """Return what `lifetime_of_flags` does; warn for each flag, or raise a TypeError if no release had it."""
     found = lifetime_of_flags(options)
     for name in [flag for flag in BEFORE if flag in options]:
         lifetime = BEFORE[name][not options[name]]

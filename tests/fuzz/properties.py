@@ -26,6 +26,7 @@ from two_levels import four_bit_layers, layer_is_made_of_its_four_bit_products, 
 import fp8compile as f8
 from fp8compile.quantizers import GEMMS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
+from fp8compile.testing.samples.inputs import blockwise_of_16
 
 __all__ = ["PROPERTIES", "Property"]
 
@@ -284,15 +285,7 @@ def _same_as_eager(compiled: Callable, case: Layer, same: Same, *, inductor: boo
 
 def _reused(backend: str) -> st.SearchStrategy[Layer]:
     """Layers that share graphs: a few recipes, any number of rows (one graph from 2 on), any values."""
-    line, tile, pillar = (f8.CurrentScaling(block=block, scale="e8m0_rceil") for block in ((1, 16), (16, 16), (16, 1)))
-    blockwise = f8.Recipe(
-        input=line,
-        weight=tile,
-        grad_output=line,
-        weight_for_grad_input=tile,
-        grad_output_for_grad_weight=pillar,
-        input_for_grad_weight=pillar,
-    )
+    blockwise = blockwise_of_16(scale="e8m0_rceil")
     few = (
         f8.recipes.tensorwise(),
         f8.recipes.rowwise(scale="pow2"),

@@ -12,23 +12,12 @@ import fp8compile as f8
 from fp8compile.quantizers import GEMMS, TENSORS, Gemm
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.testing import Recording
+from fp8compile.testing.samples.inputs import blockwise_of_16
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 
 
-def _blockwise() -> f8.Recipe:
-    line, tile, pillar = (f8.CurrentScaling(block=block) for block in ((1, 16), (16, 16), (16, 1)))
-    return f8.Recipe(
-        input=line,
-        weight=tile,
-        grad_output=line,
-        weight_for_grad_input=tile,
-        grad_output_for_grad_weight=pillar,
-        input_for_grad_weight=pillar,
-    )
-
-
-RECIPES = {name: f8.recipes.by_name(name) for name in EIGHT_BITS} | {"custom_blockwise": _blockwise()}
+RECIPES = {name: f8.recipes.by_name(name) for name in EIGHT_BITS} | {"custom_blockwise": blockwise_of_16()}
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 

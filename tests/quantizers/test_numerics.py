@@ -69,7 +69,7 @@ def test_multipliers_and_scales_of_a_million_amaxes_are_the_oracles(mode, assert
 @MODES
 @pytest.mark.parametrize("number", [1.0, 448.0, 57344.0, 2.0**24 + 1, 1 / 6, 1e-300])
 def test_quotients_are_rounded_once_for_every_sign_and_number(number, mode, assert_bits_equal):
-    """Of three that are no float32, one is a whole number."""
+    """2**24 + 1, 1 / 6 and 1e-300 are not float32 numbers."""
     x = torch.from_numpy(_amaxes())
     x = torch.cat([x, -x])
     quotient = torch.compile(exact_quotient, fullgraph=True) if mode == "inductor" else exact_quotient

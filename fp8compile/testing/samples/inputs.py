@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8compile.quantizers import CurrentScaling, Quantizer, Recipe, TwoLevelScaling
 
-__all__ = ["matrices", "offsets_of_groups", "quantizers", "recipes", "tokens", "two_level_quantizers"]
+__all__ = [
+    "blockwise_of_16",
+    "matrices",
+    "offsets_of_groups",
+    "quantizers",
+    "recipes",
+    "tokens",
+    "two_level_quantizers",
+]
 
 # where groups end, as fractions of the rows; rows after the last group belong to none
 ENDS = ((0.5, 0.9), (0.0, 0.1, 0.1, 1.0), (0.7,), (1.0, 1.0, 1.0), (0.0, 1.0), (0.0, 0.0))
@@ -63,6 +72,19 @@ def two_level_quantizers() -> Iterator[Quantizer]:
     yield TwoLevelScaling(block=(16, 16), packed="none", scale="torchao")
 
 
+def blockwise_of_16(**options: Any) -> Recipe:
+    """Make a blockwise recipe with blocks of 16, which no ready recipe has; ``options`` are of `CurrentScaling`."""
+    line, tile, pillar = (CurrentScaling(block=block, **options) for block in ((1, 16), (16, 16), (16, 1)))
+    return Recipe(
+        input=line,
+        weight=tile,
+        grad_output=line,
+        weight_for_grad_input=tile,
+        grad_output_for_grad_weight=pillar,
+        input_for_grad_weight=pillar,
+    )
+
+
 def recipes() -> Iterator[Recipe]:
     """Yield a tensorwise recipe, a rowwise recipe with grad_weight in high precision, and a blockwise recipe."""
     tensor, row, column = (CurrentScaling(block=block) for block in ((-1, -1), (1, -1), (-1, 1)))
@@ -75,12 +97,4 @@ def recipes() -> Iterator[Recipe]:
         input_for_grad_weight=tensor,
     )
     yield Recipe(input=row, weight=row, grad_output=row, weight_for_grad_input=column)
-    line, tile, pillar = (CurrentScaling(block=block) for block in ((1, 16), (16, 16), (16, 1)))
-    yield Recipe(
-        input=line,
-        weight=tile,
-        grad_output=line,
-        weight_for_grad_input=tile,
-        grad_output_for_grad_weight=pillar,
-        input_for_grad_weight=pillar,
-    )
+    yield blockwise_of_16()
