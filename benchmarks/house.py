@@ -40,6 +40,8 @@ GOALS = {
     "plain: calls": 189,
     "grouped: files": 33,
     "grouped: calls": 376,
+    "tensor_parallel: files": 32,
+    "tensor_parallel: calls": 494,
     "graph_fsdp: files": 38,
     "graph_fsdp: calls": 323,
     "tensorwise: us over hand": 45,

@@ -86,12 +86,16 @@ def _grouped() -> Callable[[], object]:
     return lambda: f8.grouped_linear(x, weight, offsets, recipe=recipe)
 
 
-def _graph_fsdp() -> Callable[[], object]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+def _tensor_parallel() -> Callable[[], object]:
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    column_parallel_linear, group = f8.parallel.column_parallel_linear, dist.group.WORLD
+    return lambda: column_parallel_linear(x, weight, recipe=f8.recipes.tensorwise(), group=group)
 
+
+def _graph_fsdp() -> Callable[[], object]:
     from fp8compile.parallel import graph_fsdp
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model = graph_fsdp(_converted(), init_device_mesh("cpu", (2,)))
     x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     return lambda: model(x)
@@ -186,8 +190,11 @@ def times(rounds: int, calls: int = 20) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     rounds = int(sys.argv[1])
-    ways = {"plain": _plain, "grouped": _grouped, "graph_fsdp": _graph_fsdp}
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    ways = {"plain": _plain, "grouped": _grouped, "tensor_parallel": _tensor_parallel, "graph_fsdp": _graph_fsdp}
     found = {"times": times(rounds), "calls": {name: passes(made()) for name, made in ways.items()}, "twins": twins()}
     print(json.dumps(found))
 

@@ -24,7 +24,6 @@ from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.layer.shared_outer_amax import WHOLE_TENSOR
 from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.layer.quantize_over_ranks import (
-    PYTHON_OF_STEPS,
     cast_part,
     has_one_scale,
     is_aligned,
@@ -32,6 +31,7 @@ from fp8compile.ops.layer.quantize_over_ranks import (
     scales_of,
     whole_amax,
 )
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import Quantizer, transposed
 
 __all__ = ["TILE", "WholeMatrix", "amax_of_all", "empty_matrix"]

@@ -22,7 +22,8 @@ from fp8compile.layout.quantized import Plain, Quantized, TensorLayout
 from fp8compile.nn.experts.known_modules import as_it_lies, is_transposed
 from fp8compile.nn.layer.linear import Linear
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_INPUT, ROW_OF_WEIGHT
-from fp8compile.ops.layer.quantize_over_ranks import PYTHON_OF_STEPS, dequantized, quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import dequantized, quantize_part
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor import has_codes, is_quantized_parameter, sharding_of
 

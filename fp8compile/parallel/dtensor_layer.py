@@ -31,8 +31,8 @@ from fp8compile.ops.layer.fsdp_rows import Rows, placed_cuts
 from fp8compile.ops.layer.layer_args import LayerArgs, check_layer
 from fp8compile.ops.layer.layer_ops import TAIL
 from fp8compile.ops.layer.layer_sharding import OverGroup
-from fp8compile.ops.layer.multiply_over_ranks import multiply_parts
 from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
+from fp8compile.ops.layer.output_and_gradients import multiply_parts
 from fp8compile.ops.layer.quantize_over_ranks import part_amax
 from fp8compile.parallel.dtensor_placements import check_one_mesh, part_of, placements_of, whole_of
 from fp8compile.quantizers import DelayedScaling, Gemm, Recipe

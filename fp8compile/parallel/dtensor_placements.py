@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from fp8compile import _compat
 from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 from fp8compile.layout.quantized import Plain, TensorLayout
-from fp8compile.ops.layer.multiply_over_ranks import GroupPlan
+from fp8compile.ops.layer.sharded_gemm import GroupPlan
 
 __all__ = ["check_one_mesh", "cuts_of", "part_of", "placements_of", "whole_of"]
 

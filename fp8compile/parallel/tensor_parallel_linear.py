@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fp8compile.nn.layer.delayed_state import group_name
 from fp8compile.nn.layer.functional import check_recipe, checked_operands
 from fp8compile.ops import linear as linear_op
 from fp8compile.ops.layer.layer_sharding import OverGroup
 from fp8compile.ops.layer.observer import Observer
 from fp8compile.quantizers import Recipe
 from fp8compile.tensor import check_agreement, checked_sizes, own_sizes, shown
+from fp8compile.tensor.check_arguments import group_name
 
 __all__ = ["check_group", "column_parallel_linear", "row_parallel_linear"]
 

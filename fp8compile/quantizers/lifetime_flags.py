@@ -17,6 +17,7 @@ BEFORE = {  # flag -> the lifetime that True and False stand for
     "cache_weights": ("step", None),
     "quantized_parameters": ("parameter", None),
 }
+FLAGS = frozenset(BEFORE)
 
 
 def lifetime_of_flags(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,6 +50,6 @@ def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def accepting(*args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*args, **replace_lifetime_flags(kwargs))
+        return function(*args, **(replace_lifetime_flags(kwargs) if not FLAGS.isdisjoint(kwargs) else kwargs))
 
     return accepting

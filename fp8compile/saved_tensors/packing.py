@@ -17,7 +17,9 @@ from fp8compile._compat import any_is_zero, statically_true
 from fp8compile.formats import Float8Format
 from fp8compile.layout.quantized import Plain
 from fp8compile.ops.dequantize import dequantize
-from fp8compile.ops.layer.quantize_over_ranks import OPS_OF_STEPS, PYTHON_OF_STEPS, Steps, quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS, Steps
+from fp8compile.ops.traced_steps import OPS_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, Quantizer, with_block
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks, from_matrix
 from fp8compile.target import target_of

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from fp8compile import _compat
 
-__all__ = ["SOURCE_DTYPES", "allow_groups", "checked_sizes", "not_dense", "own_sizes", "shown"]
+__all__ = ["SOURCE_DTYPES", "allow_groups", "checked_sizes", "group_name", "not_dense", "own_sizes", "shown"]
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -39,6 +39,13 @@ def not_dense(x: Tensor) -> str | None:
     if x.is_nested:
         return "is a nested tensor"
     return None
+
+
+def group_name(function: str, group: object) -> str | None:
+    """Return the name of a process group, or None for None; otherwise raise a TypeError that names ``function``."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"{function}: a group must be a ProcessGroup, such as mesh.get_group(), got {shown(group)}.")
+    return None if group is None else group.group_name
 
 
 def checked_sizes(function: str, argument: str, given: Any, group: ProcessGroup) -> tuple[int, ...]:

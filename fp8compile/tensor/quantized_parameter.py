@@ -17,14 +17,8 @@ from fp8compile.layout.cuts import DimSharding, Sharding, chunk_sizes
 from fp8compile.layout.four_bit_packing import one_a_byte, packed_dim, packed_in_rows, two_a_byte
 from fp8compile.layout.quantized import STACK, Plain, Quantized, TensorLayout
 from fp8compile.layout.shapes import scale_shapes
-from fp8compile.ops.layer.quantize_over_ranks import (
-    PYTHON_OF_STEPS,
-    cast_part,
-    positions,
-    quantize_part,
-    scales_of,
-    whole_amax,
-)
+from fp8compile.ops.layer.quantize_over_ranks import cast_part, positions, quantize_part, scales_of, whole_amax
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import GEMMS, Quantizer
 from fp8compile.tensor.check_arguments import allow_groups
 from fp8compile.tensor.fsdp2_gather_policy import BOTH, GatherPolicy

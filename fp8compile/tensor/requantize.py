@@ -19,7 +19,8 @@ from fp8compile.layout.cuts import Sharding
 from fp8compile.layout.four_bit_packing import one_a_byte
 from fp8compile.layout.quantized import Quantized
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize_over_ranks import Scales, outer_amax_of, scales_of
+from fp8compile.ops.layer.quantize_over_ranks import outer_amax_of, scales_of
+from fp8compile.ops.quantization_steps import Scales
 from fp8compile.quantizers import DelayedScaling, Quantizer
 from fp8compile.tensor.quantized_tensor import has_codes
 

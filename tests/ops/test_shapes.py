@@ -150,7 +150,7 @@ def test_bias_is_added_in_the_outputs_dtype(name, shape, assert_bits_equal):
 
 
 # what Inductor is handed as it is: a multiplier that is stored, and for delayed scaling a copy of it
-NOT_DECOMPOSED = {f"fp8compile.{name}.default" for name in ("after", "realize", "snapshot")}
+NOT_DECOMPOSED = {f"fp8compile.{name}.default" for name in ("after", "stored")}
 COMPILED = (((1, 100), 24), ((3, 5, 129), 16), ((0, 24), 16))
 
 

@@ -37,7 +37,7 @@ TASKS = {
     "fix what FSDP2 sends for a rowwise weight": "tensor/fsdp2_messages.py::codes_to_send",
     "decide which codes FSDP2 gathers in the backward": "tensor/fsdp2_gather_policy.py::GatherPolicy",
     "exchange an amax before a rank quantizes its part": "ops/layer/quantize_over_ranks.py::whole_amax",
-    "gather an operand or sum a product over ranks": "ops/layer/multiply_over_ranks.py::multiply_parts",
+    "gather an operand or sum a product over ranks": "ops/layer/sharded_gemm.py::redistribute",
     "save one tensor less between forward and backward": "ops/layer/layer_ops.py::keep_operands",
     "send fewer bytes to the ranks of experts": "ops/exchange/message_format.py::packed",
     "change the padding of experts' rows": "ops/groups/padding.py::padded_offsets",

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from fp8compile._compat import replicated
 from fp8compile.ops.layer.delayed_scaling_state import ROW_OF_WEIGHT
 from fp8compile.quantizers import TENSORS, Recipe
-from fp8compile.tensor import shown
+from fp8compile.tensor.check_arguments import group_name, shown
 
-__all__ = ["DelayedState", "RowOfWeight", "check_amax_group", "check_state", "group_name"]
+__all__ = ["DelayedState", "RowOfWeight", "check_amax_group", "check_state"]
 
 
 class DelayedState(NamedTuple):
@@ -76,13 +76,6 @@ class RowOfWeight:
             return None
         history, multiplier, _ = layer.delayed_state()
         return replicated(history)[ROW_OF_WEIGHT], replicated(multiplier)[ROW_OF_WEIGHT]
-
-
-def group_name(function: str, group: object) -> str | None:
-    """Return the name of a process group, or None for None; otherwise raise a TypeError that names ``function``."""
-    if group is not None and not isinstance(group, ProcessGroup):
-        raise TypeError(f"{function}: a group must be a ProcessGroup, such as mesh.get_group(), got {shown(group)}.")
-    return None if group is None else group.group_name
 
 
 def check_state(state: object) -> None:

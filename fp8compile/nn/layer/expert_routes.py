@@ -11,13 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from fp8compile import _compat
-from fp8compile.nn.layer.delayed_state import group_name
 from fp8compile.nn.layer.raise_on_all_ranks import FOUND, raise_on_all
 from fp8compile.ops.collectives import all_reduce_extreme, all_to_all
 from fp8compile.ops.exchange.dispatch import combine, dispatch
 from fp8compile.ops.exchange.row_order import fitting
 from fp8compile.quantizers import GEMMS, Recipe
-from fp8compile.tensor import shown
+from fp8compile.tensor.check_arguments import group_name, shown
 
 __all__ = ["Routes", "check_capacity", "expert_routes"]
 

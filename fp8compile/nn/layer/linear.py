@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fp8compile._compat import is_fsdp_managed, local_itself, rebind_load_hooks
+from fp8compile._compat import autocast_dtype, is_fsdp_managed, local_itself, rebind_load_hooks
 from fp8compile.nn.layer.cached_weights import check_caches
 from fp8compile.nn.layer.codes_in_state import CodesInState, reach_codes
 from fp8compile.nn.layer.delayed_state import DelayedState, RowOfWeight, check_amax_group
 from fp8compile.nn.layer.forward_dtype import note_forward_dtype
 from fp8compile.nn.layer.functional import check_recipe, linear
-from fp8compile.nn.layer.layer_registry import CONVERTED
+from fp8compile.nn.layer.layer_registry import CONVERTED, FORWARD_DTYPES
 from fp8compile.nn.layer.redistribute_like import on_all_ranks_of
 from fp8compile.nn.layer.shared_outer_amax import shared_outer_amax
 from fp8compile.nn.layer.warn_if_not_sharded import MARK, warn_if_not_sharded
@@ -163,7 +163,9 @@ class Linear(CodesInState, nn.Linear):
             recipe = self._recipe_under_fsdp
         if MARK in self.__dict__:
             warn_if_not_sharded(self)
-        note_forward_dtype(self, "weight")
+        own = self._parameters.get("weight")
+        if torch.compiler.is_compiling() or own is None or autocast_dtype(own) not in FORWARD_DTYPES.get(self, ()):
+            note_forward_dtype(self, "weight")
         if torch.is_grad_enabled() and self._observers is not None:  # an evaluation is not read
             beside["observer"] = self.observer("weight")
         if self.scale_group and (outer_amax := self.outer_amax()) is not None:

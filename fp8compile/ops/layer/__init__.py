@@ -8,7 +8,7 @@ layer_ops.py               registers linear, grad_input, grad_weight, and says w
 delayed_linear.py, delayed_scaling_state.py   the op with the state of delayed scaling
 gemm_ops.py                the ops that a policy of activation checkpointing names
 output_and_gradients.py    the three GEMMs
-multiply_over_ranks.py     a GEMM of sharded operands: what ranks gather and what they sum
+sharded_gemm.py            what ranks gather before a GEMM of sharded operands, and what they sum after it
 operands.py                codes and scales of a GEMM's operands
 quantize_over_ranks.py     amax, scale and cast of a shard of a matrix or of stacked matrices
 quantize_groups.py         amax, scale and cast of rows that are sorted by group

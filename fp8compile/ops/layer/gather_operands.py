@@ -6,7 +6,6 @@ A tensor is in high precision (`Plain`) or codes with scales (`Quantized`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,10 +19,10 @@ from fp8compile.layout.four_bit_packing import packed_dim
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.async_tp import on_the_wire
 from fp8compile.ops.collectives import all_gather
+from fp8compile.ops.layer.quantize_over_ranks import check_not_packed
 from fp8compile.ops.quantize_columns import is_along_columns
-from fp8compile.quantizers import Quantizer
 
-__all__ = ["Part", "check_not_packed", "gather", "narrow"]
+__all__ = ["Part", "gather", "narrow"]
 
 Part = TypeVar("Part", Plain, Quantized)
 
@@ -32,16 +31,6 @@ def _cut_again(cuts: Sharding, index: int, dim: int) -> int | None:
     """Return the index of the last group of ranks after ``index`` that also shards ``dim``, or None."""
     behind = ((i, cuts[i]) for i in reversed(range(index + 1, len(cuts))))
     return next((i for i, cut in behind if cut is not None and cut.dim == dim), None)
-
-
-def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
-    """Raise a ValueError if the shapes of codes and of their values differ: ranks can't shard or send packed codes."""
-    if tuple(codes) != tuple(values):
-        raise ValueError(
-            f"{quantizer!r} stores several values per byte, which is not supported if one operand of a GEMM is "
-            "sharded over ranks. Use another recipe, or override unpacked() in the quantizer's class: it returns a "
-            "quantizer that stores the same values one per byte."
-        )
 
 
 # ---------------------------------------------------------------------------------- gather
@@ -79,7 +68,8 @@ def _gathered_codes(part: Quantized, cut: DimSharding) -> Tensor:
     are_pairs = cut.dim != last and _compat.statically_true(part.codes.shape[-1] % 2 == 0)
     if are_pairs and part.quantizer.code_bits() == 4 and packed_dim(part.quantizer) is None:
         return unpack(all_gather(pack(part.codes, last), cut.dim, cut.sizes, cut.group), last)
-    sent = on_the_wire(part.codes, part.quantizer)
+    # only Inductor reads the dtype of what is sent
+    sent = on_the_wire(part.codes, part.quantizer) if _compat.is_traced(part.codes) else part.codes
     if sent.ndim == 2 and is_along_columns(part.quantizer):
         # these codes are column-major: sent as they are, they need no copy. A shard's strides must not decide this,
         # because all ranks have to send the same layout, and a shard of one row has the strides of both.

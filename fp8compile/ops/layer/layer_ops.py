@@ -116,7 +116,7 @@ def keep_operands(ctx: Any, inputs: Sequence[Any], *others: Tensor | None) -> No
     offs, known, *ctx.tail = inputs[-TAIL:]
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.placements, ctx.dtype, ctx.num_others = _compat.placement_of(x), weight.dtype, len(others)
-    for_grad_input = Known.last_set(known) if needs_x else ()
+    for_grad_input = Known.last_set(known) if known and needs_x else ()
     ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, offs, *others, *for_grad_input)
 
 

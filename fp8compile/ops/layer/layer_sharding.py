@@ -25,8 +25,8 @@ from fp8compile.ops.collectives import all_reduce, reduce_scatter
 from fp8compile.ops.gemms.grouped.grouped_mm import group_sum
 from fp8compile.ops.layer.fsdp_gather_high_precision import reduced
 from fp8compile.ops.layer.fsdp_rows import Rows
-from fp8compile.ops.layer.multiply_over_ranks import Product, as_read
-from fp8compile.ops.layer.operands import OUTPUT, Phase
+from fp8compile.ops.layer.operands import OUTPUT, Phase, as_read
+from fp8compile.ops.layer.sharded_gemm import Product
 from fp8compile.quantizers import Recipe
 from fp8compile.quantizers.constant import Constant
 
@@ -154,7 +154,7 @@ class OverGroup(LayerSharding):
         tokens = None
         if self.sequence_dim is not None:
             tokens = replace(features, dim=self.sequence_dim, sizes=tuple(sizes[self.ranks :]))
-        whole, cut = (TensorLayout((each,), offs=offs) for each in (tokens, features))
+        whole, cut = TensorLayout((tokens,), offs=offs), TensorLayout((features,), offs=offs)
         if self.weight_dim == 0:
             return Layouts(whole, weight, TensorLayout((cut_weight,)), cut)
         return Layouts(cut, weight, TensorLayout((None,)), whole)

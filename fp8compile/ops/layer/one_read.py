@@ -26,8 +26,9 @@ from fp8compile import _compat, inductor
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.cast_transpose import cast_transpose, is_pair
 from fp8compile.ops.groups.group_quantize_rows import QUANTIZE_ROWS, is_row_pair
-from fp8compile.ops.layer.quantize_over_ranks import Steps, is_aligned, quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import is_aligned, quantize_part
 from fp8compile.ops.outer_amaxes import outer_amaxes
+from fp8compile.ops.quantization_steps import Steps
 from fp8compile.ops.quantize_columns import is_along_columns, quantize_columns
 from fp8compile.ops.quantize_two_levels import is_packed_pair, quantize_two_levels
 from fp8compile.ops.quantize_weight import is_weight_pair, quantize_weight

@@ -35,20 +35,19 @@ from fp8compile.ops.layer.gather_operands import gather
 from fp8compile.ops.layer.one_read import ALONG_ROWS, ALONG_TOKENS, quantize_in_one_read
 from fp8compile.ops.layer.quantize_groups import as_values_of_rows, is_four_bits_on_gpu, quantize_groups
 from fp8compile.ops.layer.quantize_over_ranks import (
-    OPS_OF_STEPS,
-    PYTHON_OF_STEPS,
-    Steps,
     dequantized,
     has_one_scale,
     in_whole_blocks,
     is_cut_within,
     quantize_part,
 )
-from fp8compile.ops.rounding_barrier import optimization_barrier
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS, Steps
+from fp8compile.ops.rounding_barrier import optimization_barrier, rounded
+from fp8compile.ops.traced_steps import OPS_OF_STEPS
 from fp8compile.quantizers import GEMMS, TENSORS, DelayedScaling, Gemm, Quantizer, Recipe, TwoLevelScaling
 from fp8compile.target import target_of
 
-__all__ = ["Operands", "Phase", "as_summed", "packed_along"]
+__all__ = ["Operands", "Phase", "as_read", "as_summed", "packed_along"]
 
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = GEMMS
 ROW = {role: row for row, roles in enumerate(TENSORS.values()) for role in roles}  # role -> row of a layer's state
@@ -75,6 +74,11 @@ class Phase(Enum):
     def of(gemm: Gemm, tensor: Tensor) -> Phase:
         """Return EAGER, or the phase that `compiled` returns if ``tensor`` is being traced."""
         return Phase.compiled(gemm) if _compat.is_traced(tensor) else Phase.EAGER
+
+
+def as_read(tensor: Tensor, phase: Phase) -> Tensor:
+    """Round a traced tensor to its dtype, so that fused code reads the value that eager mode would have stored."""
+    return tensor if phase is Phase.EAGER else rounded(tensor).to(tensor.dtype)
 
 
 def _cast_again(

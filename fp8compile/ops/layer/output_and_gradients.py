@@ -11,6 +11,7 @@ the matrix of its group. Rows after the last group are zeros in y and in dx.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,15 +20,20 @@ import torch
 from torch import Tensor
 
 from fp8compile import _compat, inductor
-from fp8compile.layout.quantized import Plain
+from fp8compile.layout.cuts import SIDES, Sharding
+from fp8compile.layout.quantized import Plain, Quantized, as_operand
 from fp8compile.ops.cast_transpose import is_pair
+from fp8compile.ops.collectives import sent_in_backward
+from fp8compile.ops.gemms.grouped.grouped_mm import grouped_mm
 from fp8compile.ops.groups.padding import group_to_read, zero_behind
 from fp8compile.ops.inductor_hints import snapshot
 from fp8compile.ops.layer.delayed_scaling_state import amax_of, kept_amax
+from fp8compile.ops.layer.gather_operands import gather, narrow
 from fp8compile.ops.layer.layer_args import LayerArgs, check_layer, part_of_tokens
-from fp8compile.ops.layer.multiply_over_ranks import as_read, multiply_parts
-from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase
+from fp8compile.ops.layer.operands import GRAD_INPUT, GRAD_WEIGHT, OUTPUT, Operands, Phase, as_read
+from fp8compile.ops.layer.sharded_gemm import GroupPlan, Product, redistribute
 from fp8compile.quantizers import CALL, Gemm, Recipe
+from fp8compile.quantizers.blocks import as_matrix
 
 __all__ = [
     "delayed_output",
@@ -36,8 +42,92 @@ __all__ = [
     "check_unwritten",
     "grad_input",
     "grad_weight",
+    "multiply_parts",
     "output",
 ]
+
+# ---------------------------------------------------------------------------------- one GEMM
+
+
+def _multiply_codes(
+    gemm: Gemm, a: Quantized, b: Quantized, plans: list[GroupPlan], out_dtype: torch.dtype, operands: Operands
+) -> Tensor:
+    (left, *left_windows), (right, *right_windows) = as_operand(a), as_operand(b)
+    if operands.phase is not Phase.EAGER:
+        gathered = [plan.gather for plan in plans]  # these are in memory already, so `laid_out` need not store them
+        left = left if "a" in gathered else operands.laid_out(left, gemm.a)
+        right = right if "b" in gathered else operands.laid_out(right, gemm.b)
+    product = operands.multiply(left, right, out_dtype, gemm)
+    # cut the windows' zeros off both sides of the result; along the summed dim zeros change nothing
+    windows = left_windows[gemm.a_transposed], right_windows[not gemm.b_transposed]
+    for dim, window in zip(SIDES, windows, strict=True):
+        product = product if window is None else window.extract(product, dim)
+    return product
+
+
+def _product_as_is(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
+    """Gather or narrow two operands as the GEMM needs, then multiply them in their own dtype, without quantizing."""
+    weight = b.cuts
+    a, b, plans = redistribute(gemm, a, b) if a.cuts else (a, b, [])
+    if (offs := a.layout.offs) is not None:
+        right = b.local.transpose(-2, -1) if gemm is GRAD_INPUT else b.local
+        local = grouped_mm(a.local, right, offs, operands.recipe.gemm_config(gemm))
+        return Product(local, plans, a.cuts, a.local.shape)
+    left, right = gemm.oriented(as_matrix(a.local), as_matrix(b.local))
+    added = None if bias is None else _bias_of_columns(bias, plans, a.cuts, weight)
+    local = left @ right if added is None else torch.addmm(added, left, right)
+    return Product(local, plans, a.cuts, a.local.shape)
+
+
+def multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None = None) -> Product:
+    """Compute one GEMM of a layer, in the dtype of ``a``, from this rank's shards of the operands.
+
+    ``operands`` quantizes ``a`` and ``b``, which are not transposed yet. If the recipe has no quantizers for the GEMM,
+    both are multiplied in their own dtype. ``bias``, for an output without groups, is whole or sharded like the
+    weight's rows; a product of codes is rounded before the bias is added.
+    """
+    if a.local.is_meta:
+        return _product_as_is(gemm, a, b, operands, bias)  # meta tensors have no data: this gives shape and plans
+    # A backward's collectives stay in the backward. If the partitioner hoisted them into the forward, a gather that
+    # two layers share would be sent in both passes, and ranks of different sizes would hoist different collectives and
+    # wait for each other.
+    in_backward = gemm is not OUTPUT and any((*a.cuts, *b.cuts))
+    if not in_backward and not operands.weight_in_turns:
+        return _multiply_parts(gemm, a, b, operands, bias)
+    with (
+        sent_in_backward() if in_backward else nullcontext(),
+        inductor.left_in_backward() if operands.weight_in_turns and gemm is GRAD_INPUT else nullcontext(),
+    ):
+        product = _multiply_parts(gemm, a, b, operands, bias)
+    if operands.weight_in_turns and gemm is OUTPUT:
+        inductor.never_recompute(product.local)
+    return product
+
+
+def _multiply_parts(gemm: Gemm, a: Plain, b: Plain, operands: Operands, bias: Plain | None) -> Product:
+    out_dtype = a.local.dtype
+    if operands.recipe.quantizers(gemm) is None:
+        left, right = (operands.in_high_precision(*each, out_dtype) for each in ((a, gemm.a), (b, gemm.b)))
+        return _product_as_is(gemm, left, right, operands, bias)
+    codes = operands.of(a, gemm.a), operands.of(b, gemm.b)
+    a_codes, b_codes, plans = redistribute(gemm, *codes) if a.cuts else (*codes, [])
+    product = _multiply_codes(gemm, a_codes, b_codes, plans, out_dtype, operands)
+    if bias is not None and (added := _bias_of_columns(bias, plans, a_codes.cuts, b.cuts)) is not None:
+        product = product + as_read(added, operands.phase)
+    return Product(product, plans, a_codes.cuts, a_codes.codes.shape)
+
+
+def _bias_of_columns(bias: Plain, plans: list[GroupPlan], a: Sharding, weight: Sharding) -> Tensor | None:
+    """Return the bias for this rank's columns of the output; None if another rank adds it to its partial sum."""
+    for index, plan in enumerate(plans):
+        if plan.out == "n" and bias.cuts[index] is None:
+            cut: Any = weight[index]
+            bias = narrow(bias, index, replace(cut, dim=0))
+        elif plan.out != "n" and bias.cuts[index] is not None:
+            bias = gather(bias, index)
+    summands: list[Any] = [cut for cut, plan in zip(a, plans, strict=True) if plan.out == "sum"]
+    return None if any(cut.rank for cut in summands) else bias.local
+
 
 # ---------------------------------------------------------------------------------- the three products
 

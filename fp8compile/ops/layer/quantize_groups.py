@@ -28,7 +28,8 @@ from fp8compile.ops.groups.group_quantize_rows import QUANTIZE_ROWS, is_row_pair
 from fp8compile.ops.groups.group_quantize_two_levels import quantize_groups_in_two_levels
 from fp8compile.ops.groups.group_two_levels import group_two_levels
 from fp8compile.ops.groups.padding import group_to_read
-from fp8compile.ops.layer.quantize_over_ranks import Steps, quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
+from fp8compile.ops.quantization_steps import Steps
 from fp8compile.ops.rounding_barrier import optimization_barrier
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.target import target_of

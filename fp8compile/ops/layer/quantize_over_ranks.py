@@ -22,18 +22,14 @@ from fp8compile.ops.collectives import all_reduce_amax
 from fp8compile.ops.dequantize import dequantize
 from fp8compile.ops.groups.padding import group_to_read
 from fp8compile.ops.inductor_hints import realize
-from fp8compile.ops.layer.gather_operands import check_not_packed
-from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS, Scales, Steps
+from fp8compile.ops.quantization_steps import Scales, Steps
 from fp8compile.ops.traced_steps import OPS_OF_STEPS
 from fp8compile.quantizers import Quantizer, TwoLevelScaling, with_block
 from fp8compile.quantizers.blocks import as_matrix, expand_blocks
 
 __all__ = [
-    "OPS_OF_STEPS",
-    "PYTHON_OF_STEPS",
-    "Scales",
-    "Steps",
     "cast_part",
+    "check_not_packed",
     "dequantized",
     "has_one_scale",
     "expanded_scales",
@@ -121,6 +117,16 @@ def _extracted(codes: Tensor, part: Plain, sides: tuple[AxisBlocks, AxisBlocks])
 def part_amax(part: Plain, quantizer: Quantizer) -> Tensor:
     """Return the amaxes of a part's blocks, reduced over all ranks that have elements of these blocks."""
     return _window_and_amax(part, quantizer, OPS_OF_STEPS)[1]
+
+
+def check_not_packed(quantizer: Quantizer, codes: Sequence[int], values: Sequence[int]) -> None:
+    """Raise a ValueError if the shapes of codes and of their values differ: ranks can't shard or send packed codes."""
+    if tuple(codes) != tuple(values):
+        raise ValueError(
+            f"{quantizer!r} stores several values per byte, which is not supported if one operand of a GEMM is "
+            "sharded over ranks. Use another recipe, or override unpacked() in the quantizer's class: it returns a "
+            "quantizer that stores the same values one per byte."
+        )
 
 
 def _check_part(part: Plain, quantizer: Quantizer) -> None:

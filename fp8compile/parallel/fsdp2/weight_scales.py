@@ -15,7 +15,8 @@ from fp8compile import _compat
 from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn.layer.delayed_state import RowOfWeight
 from fp8compile.ops.collectives import all_reduce_amaxes
-from fp8compile.ops.layer.quantize_over_ranks import Scales, outer_amax_of, scales_of, whole_amax
+from fp8compile.ops.layer.quantize_over_ranks import outer_amax_of, scales_of, whole_amax
+from fp8compile.ops.quantization_steps import Scales
 from fp8compile.parallel.fsdp2.sharded_weight import ShardedWeight, WriteCounter, part_of_weight
 from fp8compile.quantizers import DelayedScaling, Quantizer
 

@@ -79,7 +79,7 @@ def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tenso
 def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
     """Make an amax carrier for each of ``layers``: a pair of zero tensors whose gradients are the layer's amaxes.
 
-    Without delayed scaling or without a backward, a layer gets (None, None). ``module`` is the module whose forward,
+    Without a backward, a layer gets (None, None). ``module`` is the module whose forward,
     on ``inputs``, runs these layers.
     """
     found: list[AmaxCarrier] = [(None, None)] * len(layers)
@@ -87,7 +87,7 @@ def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCa
     kinds: dict[tuple[str, ...], AmaxGroups | None] = {}
     for index, layer in enumerate(layers):
         reduction = layer.graph_fsdp.amax_reduction
-        origin = _origin(layer, module, inputs) if reduction is not None and torch.is_grad_enabled() else None
+        origin = _origin(layer, module, inputs) if torch.is_grad_enabled() else None
         if origin is None:
             continue
         state = layer.delayed_state()

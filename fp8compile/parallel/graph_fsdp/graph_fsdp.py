@@ -203,6 +203,7 @@ def graph_fsdp(
     forward = ForwardScope()
     done: dict[nn.Parameter, tuple[Any, ParameterSharding]] = {}
     layers: list[nn.Module] = []
+    delayed: list[nn.Module] = []
     for module in modules.values():
         own = {name: each for name, each in module._parameters.items() if each is not None and each not in ignored}
         for name, parameter in own.items():
@@ -220,8 +221,10 @@ def graph_fsdp(
             state.weight_amax_plan = weight_amax_plan(layer, shard.detach().to_local(), sharding)
             state.amax_reduction = amax_reduction(layer, sharding)
             layers.append(module)
+            if state.amax_reduction is not None:
+                delayed.append(module)
         if module is model:
-            state.cast, state.layers = mp_policy, layers
+            state.cast, state.layers, state.delayed = mp_policy, layers, delayed
         become_sharded(module, state, [name for name, each in module._parameters.items() if each not in ignored])
     _tie(model)
     return model

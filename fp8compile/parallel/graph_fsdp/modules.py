@@ -57,6 +57,7 @@ class ModuleState:
     tied: dict[str, int] = field(default_factory=dict)
     stacks: frozenset[str] = frozenset()  # names of the experts' weights that their products gather
     layers: list[Any] = field(default_factory=list)  # the FP8 layers of the model; filled in the root
+    delayed: list[Any] = field(default_factory=list)  # those with delayed scaling; filled in the root
     # for each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in the root
     owners: list[tuple[Any, str]] = field(default_factory=list)
     # which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight
@@ -113,8 +114,8 @@ class _ShardedModule(nn.Module):
                 state.forward.tied = [gather(*each) for each in own]
             if layers:
                 exchange(layers)
-            if state.layers:
-                attach(state.layers, self, (args, kwargs))
+            if state.delayed:
+                attach(state.delayed, self, (args, kwargs))
             output = self._forward(*args, **kwargs)
         finally:
             if starts:
@@ -123,7 +124,7 @@ class _ShardedModule(nn.Module):
                 state.forward.tied = []
             for layer in layers:
                 layer.graph_fsdp.amaxes.clear()
-            for layer in state.layers:
+            for layer in state.delayed:
                 layer.graph_fsdp.carrier = None
         return output if state.cast is None else _cast(output, state.cast.output_dtype)
 
@@ -223,7 +224,7 @@ class _ShardedLinear(_ShardedModule):
         operands, where = (x, weight.to_local(), bias), OverFsdp(sharding.rows)
         layer: Any = self
         note_forward_dtype(self, "weight")
-        observer, used = layer.observer("weight"), None
+        observer, used = None if self._observers is None else layer.observer("weight"), None
         if state.amax_reduction is None:
             y = linear(*operands, None, known, [], where, self.recipe)
         else:

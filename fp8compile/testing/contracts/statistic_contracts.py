@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8compile.layout.quantized import Plain
 from fp8compile.monitor.definitions import STATISTICS, TOTALS, Total
 from fp8compile.monitor.elements import Elements, elements_of
-from fp8compile.ops.layer.quantize_over_ranks import PYTHON_OF_STEPS, quantize_part
+from fp8compile.ops.layer.quantize_over_ranks import quantize_part
+from fp8compile.ops.quantization_steps import PYTHON_OF_STEPS
 from fp8compile.quantizers import CurrentScaling, TwoLevelScaling
 from fp8compile.testing.contracts.contract import BrokenContract, check_contracts, looked_at
 

@@ -4,7 +4,7 @@
     dx <--plan-- layer: grad_input, grad_weight <--plan-- dy
 
 The model runs once, forward and backward, and each message is recorded when it is sent. Placements decide what is
-sent, so a fake process group without other ranks gives the same list. `fp8compile.ops.layer.multiply_over_ranks` tells
+sent, so a fake process group without other ranks gives the same list. `fp8compile.ops.layer.sharded_gemm` tells
 which operand a GEMM gathers. Compiled code may send one message for several layers; this list has one for each layer.
 """
 
@@ -27,7 +27,7 @@ from fp8compile.layout.quantized import Plain, TensorLayout
 from fp8compile.nn import Linear
 from fp8compile.nn.check_model import check_model
 from fp8compile.ops.layer import LAYER_OPS
-from fp8compile.ops.layer.multiply_over_ranks import plans_of
+from fp8compile.ops.layer.sharded_gemm import plans_of
 from fp8compile.quantizers import GEMMS, Gemm, Recipe
 from fp8compile.tables import folded, table_lines, terminal_width
 from fp8compile.testing.graphs.kept_state import kept_state

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fp8compile.layout.quantized import Plain
 from fp8compile.nn.convertible.convertible_layers import is_converted
 from fp8compile.ops.layer import output_and_gradients as layer_products
-from fp8compile.ops.layer.multiply_over_ranks import Product, multiply_parts
 from fp8compile.ops.layer.operands import GRAD_WEIGHT, Operands
+from fp8compile.ops.layer.output_and_gradients import multiply_parts
+from fp8compile.ops.layer.sharded_gemm import Product
 from fp8compile.quantizers import Gemm
 from fp8compile.testing.bits import difference
 from fp8compile.testing.numerics.decibels import sqnr

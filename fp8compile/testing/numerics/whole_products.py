@@ -19,8 +19,8 @@ from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.collectives import all_gather
 from fp8compile.ops.layer.fsdp_rows import rows_cut
 from fp8compile.ops.layer.gather_operands import gather
-from fp8compile.ops.layer.multiply_over_ranks import Product
 from fp8compile.ops.layer.operands import GRAD_WEIGHT, WEIGHT_ROLES, Operands
+from fp8compile.ops.layer.sharded_gemm import Product
 from fp8compile.quantizers import Gemm
 from fp8compile.quantizers.blocks import as_matrix
 from fp8compile.testing.bits import difference, sum_difference
