@@ -76,9 +76,9 @@ def _plan(gemm: Gemm, a: str | None, b: str | None, *, same: bool) -> GroupPlan:
 
 def _plan_of(gemm: Gemm, index: int, a: Plain | Quantized, b: Plain | Quantized) -> GroupPlan:
     """Return the `GroupPlan` of the group of ranks ``index``; earlier groups' plans made ``a`` and ``b``."""
-    (ndim_a, cut_a), (ndim_b, cut_b) = ((each.ndim, each.cuts[index]) for each in (a, b))
-    dim_a = _gemm_dim(cut_a, ndim_a, "k", "m", transposed=gemm.a_transposed)
-    dim_b = _gemm_dim(cut_b, ndim_b, "n", "k", transposed=gemm.b_transposed)
+    cut_a, cut_b = a.cuts[index], b.cuts[index]
+    dim_a = _gemm_dim(cut_a, a.ndim, "k", "m", transposed=gemm.a_transposed)
+    dim_b = _gemm_dim(cut_b, b.ndim, "n", "k", transposed=gemm.b_transposed)
     # grad_weight sums over tokens: both operands must have the same ones, so the cut dims must be equal too
     same = (
         cut_a is not None
