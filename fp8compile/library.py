@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fp8compile import recipes
 from fp8compile.formats import E2M1, E4M3, E5M2, E8M0
 from fp8compile.layout.quantized import Quantized
-from fp8compile.nn.experts.host import Layout
+from fp8compile.nn.experts.module_spec import Layout
 from fp8compile.nn.experts.registration import register_experts, register_linear_like
 from fp8compile.nn.layer.observed_module import Observed
 from fp8compile.ops.gemms.grouped.interface import GroupedGemm

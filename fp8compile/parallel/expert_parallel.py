@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fp8compile.nn.experts.converted_class import ConvertedExperts
-from fp8compile.nn.experts.known_modules import holds_no_stacks, host_of, layout_of
+from fp8compile.nn.experts.known_modules import holds_no_stacks, layout_of, spec_of
 from fp8compile.nn.experts.overflow import counter_of, start_counting
 from fp8compile.nn.experts.spread_over_ranks import DispatchOptions, check_mesh, spread_experts
 from fp8compile.nn.experts.transformers_experts import ROUTED
@@ -81,7 +81,7 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"ExpertParallel: got a {type(module).__name__}, which {reason}, so it can't be sharded by expert. "
             "Shard it with fully_shard or fp8compile.parallel.graph_fsdp."
         )
-    if host_of(module) is not ROUTED:
+    if spec_of(module) is not ROUTED:
         raise TypeError(
             f"ExpertParallel: got a {type(module).__name__}, which receives its rows already sorted by expert. Send "
             "the rows where they are sorted, with fp8compile.parallel.expert_routes or the library's own expert "

@@ -1010,7 +1010,8 @@ def test_a_model_that_applies_its_plan_says_what_its_layers_send(tmp_path, sp):
         summed = [(gemm, "grad_output", "all_reduce sum", 2, 2 * size) for gemm in ("grad_input", "grad_weight")]
         assert told == [("plan", "output", "all_reduce sum", 2, 2 * size), *summed]
         return
-    codes, scales = (("codes of grad_output", "all_gather", 1, size), ("scales of grad_output", "all_gather", 1))
+    codes = ("quantized data of grad_output", "all_gather", 1, size)
+    scales = ("scales of grad_output", "all_gather", 1)
     assert told == [
         ("plan", "output", "reduce_scatter sum", 2, 2 * size),
         ("grad_input", *codes),

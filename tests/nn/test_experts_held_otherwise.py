@@ -166,10 +166,10 @@ def mix(self, rows, ends):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(known_modules, "HOSTS", list(known_modules.HOSTS))
-    known_modules.host_of_class.cache_clear()
+    monkeypatch.setattr(known_modules, "SPECS", list(known_modules.SPECS))
+    known_modules.spec_of_class.cache_clear()
     yield
-    known_modules.host_of_class.cache_clear()
+    known_modules.spec_of_class.cache_clear()
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -148,10 +148,10 @@ class Scaled(Projection):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(known_modules, "HOSTS", list(known_modules.HOSTS))
-    known_modules.host_of_class.cache_clear()
+    monkeypatch.setattr(known_modules, "SPECS", list(known_modules.SPECS))
+    known_modules.spec_of_class.cache_clear()
     yield f8.library.register_linear_like(Projection)
-    known_modules.host_of_class.cache_clear()
+    known_modules.spec_of_class.cache_clear()
 
 
 def test_a_registered_class_is_converted_and_a_subclass_with_its_own_forward_is_not(registered):

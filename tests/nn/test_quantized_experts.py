@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import fp8compile as f8
-from fp8compile.nn.experts.converted_class import class_by
+from fp8compile.nn.experts.converted_class import class_of_spec
 from fp8compile.nn.layer.codes_in_state import codes_and_scales
 from fp8compile.tensor import QuantizedParameter
 from fp8compile.testing.bits import difference
@@ -256,7 +256,7 @@ def test_checkpoints_of_pytorch_reach_each_key_of_a_state_dict(kind, recipe):
     assert [name for name in own if difference(own[name], loaded[name])] == []
     assert [name for name in own if difference(own[name], state[name])] == []
 
-    class_by.cache_clear()  # as in another process, which has no such class yet
+    class_of_spec.cache_clear()  # as in another process, which has no such class yet
     copied = pickle.loads(pickle.dumps(model.blocks[0].experts))
     for name, part in model.blocks[0].experts.state_dict().items():
         assert difference(getattr(copied, name), part) is None

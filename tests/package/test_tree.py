@@ -22,7 +22,7 @@ TASKS = {
     "add a column to the conversion report": "nn/report/conversion_report.py::ConversionReport",
     "let convert take another kind of layer": "nn/convertible/convertible_layers.py::put_in_float8",
     "give one layer another recipe by its name": "nn/convertible/assign_recipes.py::assigner",
-    "convert experts of another library": "nn/experts/known_modules.py::HOSTS",
+    "convert experts of another library": "nn/experts/known_modules.py::SPECS",
     "add a low-rank product to converted experts": "nn/experts/adapters.py::add_to_product",
     "fix the state of delayed scaling that a layer keeps": "nn/layer/delayed_state.py::DelayedState",
     "change how the backward writes an amax history": "ops/layer/delayed_scaling_state.py::update_state",

@@ -1,4 +1,4 @@
-"""What convert knows by its host, on ranks: experts whose matrices are a child's, and linears by another name."""
+"""What convert knows by its spec, on ranks: experts whose matrices are a child's, and linears by another name."""
 
 from __future__ import annotations
 

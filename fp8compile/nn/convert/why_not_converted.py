@@ -18,7 +18,7 @@ from fp8compile.nn.convertible.assign_recipes import Recipes, assigner, ends
 from fp8compile.nn.convertible.convertible_layers import is_converted, layers
 from fp8compile.nn.convertible.filters import Filter, resolve_filter
 from fp8compile.nn.convertible.subclasses import names_taken
-from fp8compile.nn.experts.converted_class import cannot_convert_hosted, cannot_take_hosted
+from fp8compile.nn.experts.converted_class import cannot_convert_by_spec, cannot_take_by_spec
 from fp8compile.nn.experts.routers import routers
 from fp8compile.nn.parameter_uses.past_forward import PAST_FORWARD, known_past_forward
 from fp8compile.quantizers import CALL, PARAMETER, STEP, Recipe
@@ -63,12 +63,12 @@ def _cannot_convert_linear(module: nn.Linear) -> str | None:
 
 
 def _cannot_convert(layer: nn.Module) -> str | None:
-    return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_hosted(layer)
+    return _cannot_convert_linear(layer) if isinstance(layer, nn.Linear) else cannot_convert_by_spec(layer)
 
 
 def cannot_take(layer: nn.Module, recipe: Recipe) -> str | None:
     """Return why a layer can't be converted with this recipe; None if it can."""
-    return None if isinstance(layer, nn.Linear) else cannot_take_hosted(layer, recipe)
+    return None if isinstance(layer, nn.Linear) else cannot_take_by_spec(layer, recipe)
 
 
 def _asker(

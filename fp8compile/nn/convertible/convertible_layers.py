@@ -1,6 +1,6 @@
-"""The layers that `convert` can convert: ``nn.Linear``, and modules such as experts with a `Host`.
+"""The layers that `convert` can convert: ``nn.Linear``, and modules such as experts with a `ModuleSpec`.
 
-A `Host` describes how a module of another library multiplies.
+A `ModuleSpec` describes how a module of another library multiplies.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup
 from fp8compile.nn.convertible.subclasses import float8_class
 from fp8compile.nn.experts.converted_class import (
     ConvertedModule,
-    become_float8_hosted,
-    become_plain_hosted,
-    cannot_revert_hosted,
-    hosted_class,
+    become_float8_by_spec,
+    become_plain_by_spec,
+    cannot_revert_by_spec,
+    fp8_class,
 )
-from fp8compile.nn.experts.known_modules import is_hosted, layout_of, method_that_multiplies
+from fp8compile.nn.experts.known_modules import has_spec, layout_of, method_that_multiplies
 from fp8compile.nn.layer.linear import Linear, become_float8, become_plain, cannot_revert
 from fp8compile.quantizers import Recipe
 
@@ -43,7 +43,7 @@ __all__ = [
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a module is a ``nn.Linear``, or another library's linear or experts that `convert` knows."""
-    return isinstance(module, nn.Linear) or is_hosted(module)
+    return isinstance(module, nn.Linear) or has_spec(module)
 
 
 def is_converted(module: nn.Module) -> TypeGuard[Linear | ConvertedModule]:
@@ -92,7 +92,7 @@ def converted_class(layer: nn.Module) -> type[Any]:
     """Return the FP8 class that a layer would get; the layer is not changed."""
     if isinstance(layer, nn.Linear):
         return float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
-    return hosted_class(type(layer))
+    return fp8_class(type(layer))
 
 
 def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | None) -> None:
@@ -105,12 +105,12 @@ def put_in_float8(layer: nn.Module, recipe: Recipe, amax_group: ProcessGroup | N
         converted.__class__ = float8_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
         become_float8(converted, recipe, amax_group if recipe.history() else None)
     else:
-        become_float8_hosted(layer, recipe)
+        become_float8_by_spec(layer, recipe)
 
 
 def cannot_go_back(layer: nn.Module) -> str | None:
     """Return why a converted layer can't be reverted; None if it can."""
-    return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_hosted(layer)
+    return cannot_revert(layer) if isinstance(layer, Linear) else cannot_revert_by_spec(layer)
 
 
 def go_back(layer: nn.Module) -> None:
@@ -122,4 +122,4 @@ def go_back(layer: nn.Module) -> None:
         plain: Any = layer._plain
         layer.__class__ = plain
     else:
-        become_plain_hosted(layer)
+        become_plain_by_spec(layer)

@@ -16,8 +16,8 @@ NAME = "_fp8compile_added"  # attribute of a module: for each of its weights, by
 
 def takes_additions(module: nn.Module) -> bool:
     """Whether `add_to_product` works for a module."""
-    host = getattr(type(module), "_host", None)
-    return host is not None and bool(host.takes_additions)
+    spec = getattr(type(module), "_own_spec", None)
+    return spec is not None and bool(spec.takes_additions)
 
 
 def add_to_product(module: nn.Module, weight: str, added: Added) -> None:

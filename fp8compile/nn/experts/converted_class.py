@@ -12,15 +12,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8compile._compat import is_sharded_class
 from fp8compile.nn.dynamic_classes import DynamicClass, dynamic_class
-from fp8compile.nn.experts.host import Host
 from fp8compile.nn.experts.known_modules import (
     holds_no_stacks,
-    host_of,
-    host_of_class,
     is_experts,
     is_transposed,
     layout_of,
+    spec_of,
+    spec_of_class,
 )
+from fp8compile.nn.experts.module_spec import ModuleSpec
 from fp8compile.nn.experts.overflow import NAME, place_counter
 from fp8compile.nn.experts.spread_over_ranks import DispatchOptions
 from fp8compile.nn.layer.codes_in_state import CodesInState
@@ -34,13 +34,13 @@ __all__ = [
     "ConvertedExperts",
     "ConvertedLinearLike",
     "ConvertedModule",
-    "become_float8_hosted",
-    "become_plain_hosted",
-    "cannot_convert_hosted",
-    "cannot_revert_hosted",
-    "cannot_take_hosted",
+    "become_float8_by_spec",
+    "become_plain_by_spec",
+    "cannot_convert_by_spec",
+    "cannot_revert_by_spec",
+    "cannot_take_by_spec",
     "experts_class",
-    "hosted_class",
+    "fp8_class",
 ]
 
 
@@ -56,7 +56,7 @@ class ConvertedModule(CodesInState, DynamicClass):
     """
 
     _plain_class: ClassVar[type[nn.Module]]  # the class that `revert` restores
-    _host: ClassVar[Host]  # the host by which the module was converted
+    _own_spec: ClassVar[ModuleSpec]  # the spec by which the module was converted
     _recipe: Recipe
 
     @staticmethod
@@ -72,7 +72,7 @@ class ConvertedModule(CodesInState, DynamicClass):
     def weights_to_observe(self) -> dict[str, int]:
         """Return {name of a weight: number of experts}; the number is 0 if the module is one linear."""
         layout = layout_of(self)
-        names = layout.weights if self._host.observed is None else self._host.observed(self)
+        names = layout.weights if self._own_spec.observed is None else self._own_spec.observed(self)
         return dict.fromkeys(names, layout.num_experts)
 
     def _holds_no_stacks(self) -> str | None:
@@ -84,7 +84,9 @@ class ConvertedModule(CodesInState, DynamicClass):
 
     def cached_weights(self) -> dict[str, bool]:
         """Return {name: is stored transposed} for the weights whose codes may be kept between steps."""
-        return {} if self._host.observed is not None else dict.fromkeys(layout_of(self).weights, is_transposed(self))
+        if self._own_spec.observed is not None:
+            return {}
+        return dict.fromkeys(layout_of(self).weights, is_transposed(self))
 
 
 class ConvertedExperts(ConvertedModule):
@@ -136,30 +138,30 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def hosted_class(plain: type[nn.Module]) -> type[ConvertedModule]:
-    """Return the FP8 class for modules of class ``plain``; a `Host` must be registered for the class."""
-    host = host_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
-    assert host is not None
-    return class_by(host, plain)  # type: ignore[arg-type]  # classes are hashable
+def fp8_class(plain: type[nn.Module]) -> type[ConvertedModule]:
+    """Return the FP8 class for modules of class ``plain``; a `ModuleSpec` must be registered for the class."""
+    spec = spec_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
+    assert spec is not None
+    return class_of_spec(spec, plain)  # type: ignore[arg-type]  # classes are hashable
 
 
 @cache
-def class_by(host: Host, plain: type[nn.Module]) -> type[ConvertedModule]:
-    """Make the FP8 class of ``plain``: a subclass that multiplies with the FP8 method of ``host``."""
-    base = ConvertedLinearLike if host.is_linear else ConvertedExperts
-    methods = {host.method: _multiplying(host.replacement)}
-    return dynamic_class(base, plain, (hosted_class, plain), _plain_class=plain, _host=host, **methods)
+def class_of_spec(spec: ModuleSpec, plain: type[nn.Module]) -> type[ConvertedModule]:
+    """Make the FP8 class of ``plain``: a subclass that multiplies with the FP8 method of ``spec``."""
+    base = ConvertedLinearLike if spec.is_linear else ConvertedExperts
+    methods = {spec.method: _multiplying(spec.replacement)}
+    return dynamic_class(base, plain, (fp8_class, plain), _plain_class=plain, _own_spec=spec, **methods)
 
 
-experts_class = hosted_class  # older pickles have this name
+experts_class = hosted_class = fp8_class  # older pickles have these names
 
 
 def _bypassed(module: nn.Module) -> str | None:
-    host = host_of(module)
-    return host.method if host is not None and host.method in vars(module) else None
+    spec = spec_of(module)
+    return spec.method if spec is not None and spec.method in vars(module) else None
 
 
-def cannot_convert_hosted(module: nn.Module) -> str | None:
+def cannot_convert_by_spec(module: nn.Module) -> str | None:
     """Return why another library's module can't be converted with any recipe; None if it can."""
     if is_parametrized(module):
         return "a weight is parametrized; convert the model first, then parametrize the converted layer"
@@ -182,7 +184,7 @@ def cannot_convert_hosted(module: nn.Module) -> str | None:
     return None
 
 
-def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
+def cannot_take_by_spec(module: nn.Module, recipe: Recipe) -> str | None:
     """Return why another library's module can't be converted with this recipe; None if it can."""
     try:
         (ConvertedExperts if is_experts(module) else ConvertedLinearLike).check_takes(recipe)
@@ -192,7 +194,7 @@ def cannot_take_hosted(module: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
-def cannot_revert_hosted(module: Any) -> str | None:
+def cannot_revert_by_spec(module: Any) -> str | None:
     """Return why a converted module of another library can't be reverted; None if it can."""
     if "_plain_class" not in vars(type(module)):
         return f"this is a {type(module).__name__}, and its own methods would be lost. Undo that change first."
@@ -207,15 +209,15 @@ def cannot_revert_hosted(module: Any) -> str | None:
     return None
 
 
-def become_float8_hosted(module: nn.Module, recipe: Recipe) -> None:
+def become_float8_by_spec(module: nn.Module, recipe: Recipe) -> None:
     """Convert another library's module in place: replace its class by the FP8 one, and set the recipe."""
     converted: Any = module
-    converted.__class__ = hosted_class(type(module))
+    converted.__class__ = fp8_class(type(module))
     converted.take_recipe(recipe)
     CONVERTED.add(module)
 
 
-def become_plain_hosted(module: nn.Module) -> None:
+def become_plain_by_spec(module: nn.Module) -> None:
     """Revert a converted module of another library in place, to its original class."""
     for name in ("_recipe", "_caches_weights", "_observers"):
         vars(module).pop(name, None)

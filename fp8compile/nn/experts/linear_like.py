@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fp8compile.nn.experts.host import Host, Layout, code_of
+from fp8compile.nn.experts.module_spec import Layout, ModuleSpec, code_of
 from fp8compile.nn.layer.forward_dtype import note_forward_dtype
 from fp8compile.nn.layer.functional import linear
 
-__all__ = ["CONV1D", "linear_host"]
+__all__ = ["CONV1D", "linear_spec"]
 
 FORWARD = ("transformers.pytorch_utils", "Conv1D.forward")
 
 
-def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> Host:
-    """Make a `Host` for linear layers, ``x @ weight.T + bias``, of the classes that ``takes`` accepts.
+def linear_spec(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool) -> ModuleSpec:
+    """Make a `ModuleSpec` for linear layers, ``x @ weight.T + bias``, of the classes that ``takes`` accepts.
 
     If ``is_transposed``, ``weight`` is (in_features, out_features), and the layers compute ``x @ weight + bias``.
     """
@@ -42,7 +42,7 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
         given: Any = {"weight_codes": self.step_codes("weight", is_turned=is_transposed), "observer": observer}
         return linear(x, weight, getattr(self, "bias", None), recipe=self.recipe, **given)
 
-    return Host(
+    return ModuleSpec(
         takes=takes,
         method="forward",
         replacement=forward,
@@ -52,4 +52,4 @@ def linear_host(takes: Callable[[type[nn.Module]], bool], *, is_transposed: bool
     )
 
 
-CONV1D = linear_host(lambda cls: code_of(cls) == FORWARD, is_transposed=True)
+CONV1D = linear_spec(lambda cls: code_of(cls) == FORWARD, is_transposed=True)

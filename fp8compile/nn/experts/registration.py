@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from fp8compile.nn.experts.host import Host, Layout, inherits
-from fp8compile.nn.experts.known_modules import add_host
-from fp8compile.nn.experts.linear_like import linear_host
+from fp8compile.nn.experts.known_modules import add_spec
+from fp8compile.nn.experts.linear_like import linear_spec
+from fp8compile.nn.experts.module_spec import Layout, ModuleSpec, inherits
 
 __all__ = ["register_experts", "register_linear_like"]
 
@@ -45,7 +45,7 @@ def register_linear_like(cls: type[nn.Module], *, is_transposed: bool = False) -
         TypeError: ``cls`` is not a module class, is an ``nn.Linear``, or does not have a forward.
     """
     _check("register_linear_like", cls, "forward")
-    add_host(linear_host(lambda other: inherits(other, cls, "forward"), is_transposed=is_transposed))
+    add_spec(linear_spec(lambda other: inherits(other, cls, "forward"), is_transposed=is_transposed))
     return cls
 
 
@@ -88,12 +88,12 @@ def register_experts(
             f"register_experts: `replacement` is {replacement!r}; it must be a function, the FP8 version of the "
             "method."
         )
-    host = Host(
+    spec = ModuleSpec(
         takes=lambda other: inherits(other, cls, method),
         method=method,
         replacement=replacement,
         is_transposed=lambda module: is_transposed,
         layout=layout,
     )
-    add_host(host)
+    add_spec(spec)
     return cls

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8compile.nn.experts.host import Host, stacks
+from fp8compile.nn.experts.module_spec import ModuleSpec, stacks
 from fp8compile.nn.layer.forward_dtype import note_forward_dtype
 from fp8compile.nn.layer.grouped_linear import grouped_mm
 
@@ -42,7 +42,7 @@ def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     return grouped_mm(A, B_t, offs=offs, recipe=self.recipe, observer=observer)
 
 
-METHOD = Host(
+METHOD = ModuleSpec(
     takes=_has_the_method,
     method=NAME,
     replacement=_grouped_mm,

@@ -14,7 +14,7 @@ from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 
 from fp8compile.nn.experts.adapters import with_additions
-from fp8compile.nn.experts.host import Host, code_of
+from fp8compile.nn.experts.module_spec import ModuleSpec, code_of
 from fp8compile.nn.experts.overflow import count
 from fp8compile.nn.experts.sorted_rows import SortedRows, sorted_rows, summed
 from fp8compile.nn.experts.spread_over_ranks import group_of_experts, local_stack
@@ -144,7 +144,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     return y if mesh is None else _all_shares(y, mesh, hidden_states.shape[0])
 
 
-ROUTED = Host(
+ROUTED = ModuleSpec(
     takes=lambda cls: code_of(cls) == DISPATCH,
     method="forward",
     replacement=_forward,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8compile.nn.experts.host import Host, Layout, code_of
+from fp8compile.nn.experts.module_spec import Layout, ModuleSpec, code_of
 from fp8compile.nn.experts.sorted_rows import sorted_rows, summed
 from fp8compile.nn.layer.forward_dtype import note_forward_dtype
 from fp8compile.nn.layer.grouped_linear import grouped_linear
@@ -81,19 +81,19 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     return summed(y, rows, self.recipe).to(hidden_states.dtype).view(hidden_states.shape[0], -1, self.hidden_size)
 
 
-LLAMA4 = Host(
+LLAMA4 = ModuleSpec(
     takes=lambda cls: code_of(cls) == ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts.forward"),
     method="forward",
     replacement=_llama4,
     is_transposed=lambda module: True,
 )
-JETMOE = Host(
+JETMOE = ModuleSpec(
     takes=lambda cls: code_of(cls) == ("transformers.models.jetmoe.modeling_jetmoe", "JetMoeParallelExperts.forward"),
     method="forward",
     replacement=_jetmoe,
     is_transposed=lambda module: False,
 )
-DBRX = Host(
+DBRX = ModuleSpec(
     takes=lambda cls: code_of(cls) == ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts.forward"),
     method="forward",
     replacement=_dbrx,

@@ -14,7 +14,7 @@ from fp8compile.nn import Linear
 from fp8compile.nn.check_model import Model
 from fp8compile.nn.convertible.convertible_layers import is_converted, weight_names
 from fp8compile.nn.experts.converted_class import ConvertedExperts
-from fp8compile.nn.experts.host import stacks
+from fp8compile.nn.experts.module_spec import stacks
 from fp8compile.nn.layer.cached_weights import CACHES
 from fp8compile.nn.parameter_uses.owners import users_of_parameters
 from fp8compile.parallel.expert_gradients import check_meshes

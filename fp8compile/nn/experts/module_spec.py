@@ -1,4 +1,4 @@
-"""Host: describes how a module of another library multiplies, such as experts or a linear layer."""
+"""ModuleSpec: describes how a module of another library multiplies, such as experts or a linear layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Host", "Layout", "code_of", "inherits", "stacks"]
+__all__ = ["ModuleSpec", "Layout", "code_of", "inherits", "stacks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class ModuleSpec:
     """Describes which classes of another library are converted, and how their modules multiply in FP8."""
 
     # Returns whether a class is of this kind. It looks at the class only, and imports nothing.
