@@ -3,7 +3,8 @@
     gemm, copies   is our grouped GEMM with float32 sums faster than PyTorch's, and what do transposing copies cost?
     casts          which casts run below half of a copy's bandwidth?
     spike          candidates of the grouped GEMM and of the cast, if their folder is there (--spikes)
-    experts        the experts' step with each recipe, at 128 x 512 rows, 16 x 4096 (EP 8) and 8 x 4096 (Mixtral)
+    experts        the experts' step with each recipe, at 128 x 512 rows, 16 x 4096 (EP 8), 8 x 4096 (Mixtral) and
+                   8 x 8192 (DeepSeek-V3)
     kernels        the kernels that take the time of the experts' step
     layer          a dense layer; then its kernels
     autotuned      the experts' step with Inductor's own race (max_autotune_gemm)
@@ -36,10 +37,11 @@ __all__ = ["main"]
 FLOAT8 = torch.float8_e4m3fn
 E4M3 = (True, True)  # the formats of both operands
 BLOCK = 128
-EXPERTS = ((65536, 2048, 768, 128), (65536, 2048, 768, 16), (32768, 4096, 14336, 8))  # rows, dim, hidden, experts
+# rows, dim, hidden, experts
+EXPERTS = ((65536, 2048, 768, 128), (65536, 2048, 768, 16), (32768, 4096, 14336, 8), (65536, 7168, 2048, 8))
 TINY = (64, 32, 32, 4)
 PARTS = {  # seconds
-    "gemm": 90, "copies": 30, "casts": 60, "spike": 90, "experts": 240, "kernels": 120, "layer": 150, "autotuned": 120,
+    "gemm": 90, "copies": 30, "casts": 60, "spike": 90, "experts": 240, "kernels": 120, "layer": 240, "autotuned": 120,
 }  # fmt: skip
 COMMANDS = {  # parts that are other benchmarks, and their arguments in a dry run
     "kernels": (
@@ -47,7 +49,7 @@ COMMANDS = {  # parts that are other benchmarks, and their arguments in a dry ru
         ["benchmarks.gpu_kernels", "--only", "optimizer", "--most", "3"],
     ),
     "layer": (
-        ["benchmarks.gpu_step", "--only", "layer", "--contenders", "rowwise", "blockwise", "--kinds", "exact"],
+        "benchmarks.gpu_step --only layer --contenders rowwise blockwise --kinds exact FSDP2".split(),
         ["benchmarks.gpu_step", "--only", "optimizer", "--rounds", "1"],
     ),
 }

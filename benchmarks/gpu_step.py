@@ -1,7 +1,8 @@
 """What do a decoder layer, its experts and its optimizer take on a GPU, in time and in memory, beside bfloat16?
 
 layer       attention and feed-forward of Llama 3 8B, 8192 tokens, forward and backward, compiled: exact, with saved
-            tensors as codes, and in a step that a Monitor reads. "peak" is the most memory beyond weights and input
+            tensors as codes, in a step that a Monitor reads, and under FSDP2, which gathers the weights of our recipes
+            in FP8 (of one rank: a copy). "peak" is the most memory beyond weights and input
 experts     the feed-forward of Qwen3-30B-A3B behind its router: 65,536 rows sorted into 128 experts
 optimizer   a step of AdamW over that layer's weights, PyTorch's fused one and `f8.optim.AdamW`, and its state
 
@@ -21,14 +22,16 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fp8compile as f8
 from benchmarks.blocks import SHAPES, Attention
 from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.linear import runnable
 from benchmarks.machine import machine
-from benchmarks.mlp import Mlp, contenders, converted
+from benchmarks.mlp import OURS, Mlp, contenders, converted
 from benchmarks.table import Row, emit
 from benchmarks.timing import device, medians, where
 
@@ -48,7 +51,7 @@ STATISTICS = ("amax", "saturation", "underflow")
 LAYER = {"cuda": ("llama3-8b", 8192), "cpu": ("tiny", 64)}
 EXPERTS = {"cuda": (65536, 2048, 768, 128), "cpu": (64, 32, 32, 4)}  # rows, dim, hidden, experts
 WITH_EXPERTS = ("rowwise_bf16_wgrad", "rowwise", "blockwise", "blockwise_bf16_wgrad")
-KINDS = ("exact", "codes", "read by a Monitor")
+KINDS = ("exact", "codes", "read by a Monitor", "FSDP2")
 PARTS = ("layer", "experts", "optimizer")
 
 
@@ -70,12 +73,48 @@ def _once(step: Callable[[], object]) -> float:
     return machine().peak_bytes() - before
 
 
+class _Compiled(nn.Module):
+    """A module whose forward is compiled, so that FSDP2's hooks run outside of the graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.calls = (machine().compile(model, dynamic=False),)  # a tuple, because the compiled model is a module too
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.calls[0](x)
+
+
+def _fsdp_step(contender: str, model: nn.Module, x: Tensor) -> Callable[[], object]:
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        backend = "nccl" if device() == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device(), (1,))
+    if contender in OURS:
+        f8.parallel.fsdp_float8_all_gather(model)
+    root = nn.Sequential(_Compiled(model))
+    for module in (root[0], root):  # FSDP2 frees the weights of all modules but the root after the forward
+        fully_shard(module, mesh=mesh)
+    grad = torch.randn_like(x)
+
+    def step() -> None:
+        root(x).backward(grad)
+        root.zero_grad()
+        x.grad = None
+
+    return step
+
+
 def layer_step(contender: str, kind: str) -> Callable[[], object]:
     """Forward and backward of one layer."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = _layer()
     model = converted(contender, model)
+    if kind == "FSDP2":
+        return _fsdp_step(contender, model, x)
     if kind == "read by a Monitor":
         f8.Monitor(model, STATISTICS, every=1)
     saved = f8.SavedAsCodes() if kind == "codes" else None
@@ -163,10 +202,11 @@ def optimizer_rows(rounds: int) -> list[Row]:
 
 
 def pairs_of(names: Sequence[str], kinds: Sequence[str]) -> list[tuple[str, str]]:
-    """Contenders of the layer and their kinds: bf16 is never read, torchao's layers are only exact."""
+    """Contenders of the layer and their kinds: no Monitor reads bf16, torchao's layers are exact or under FSDP2."""
     pairs = []
     for name in names:
-        possible = KINDS[:1] if name.startswith("torchao") else KINDS[:2] if name == "bf16" else KINDS
+        without = KINDS[1:3] if name.startswith("torchao") else KINDS[2:3] if name == "bf16" else ()
+        possible = [kind for kind in KINDS if kind not in without]
         pairs += [(name, kind) for kind in possible if kind in kinds or (name, kind) == ("bf16", "exact")]
     return pairs
 

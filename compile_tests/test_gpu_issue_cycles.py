@@ -18,6 +18,9 @@ pytest.importorskip("triton", reason="needs Triton: it compiles to PTX, and brin
 
 from benchmarks.experts import experts_arguments, feed_forward
 from benchmarks.gpu_resources import BLOCKS
+from fp8compile.optim.adamw import AdamW
+from fp8compile.optim.compiled_step import Job, advance
+from fp8compile.optim.moments import MomentRows, StoredMoment
 from fp8compile.testing.explain.issue_cycles import MOST, issue_cycles
 from fp8compile.testing.gpu.compiled import compiled_kernels
 from fp8compile.testing.gpu.gpus import GPUS
@@ -93,3 +96,42 @@ def check_generated(case, kernels):
     assert not slow, "\n".join(map(str, slow))
     if case in GENERATED:
         assert any(counts.ratio > MOST for counts in kernels), "an exception that is none any more"
+
+
+# the largest ratio of the fastest configuration of Inductor's kernel for a step
+ADAMW = {
+    "nearest": (0.8, "clamps before each cast, and in both maxima, propagate NaN: 6 comparisons an element"),
+    "stochastic": (1.4, "as for nearest, and a hash in 64-bit integers for each moment"),
+}
+
+
+def adamw_step(rounding):
+    """The step of `f8.optim.AdamW` for a parameter (4096, 4096), and its arguments."""
+    parameter = torch.empty(4096, 4096)
+    rows, group = MomentRows.of(parameter), {"rounding": rounding, "seed": 0}
+    stored = [
+        StoredMoment.of_group(name, {**group, f"{name}_dtype": torch.float8_e4m3fn}, root=root)
+        for name, root in AdamW.moments.items()
+    ]
+    moments = tuple(each.parts(each.zeros(parameter, rows), rows) for each in stored)
+    quantizers, (shape, _) = tuple(each.quantizer_for(rows) for each in stored), rows.in_blocks()
+
+    def step(parameter, grad, moments, scalars):
+        advance(AdamW.rule, scalars, [Job(shape, parameter, grad, parameter, moments, quantizers).arguments()])
+
+    return step, (parameter, torch.empty_like(parameter), moments, torch.empty(1, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ADAMW)
+def test_a_step_of_adamw_issues_few_instructions(rounding):
+    gpu = GPUS["h200"]
+    with FakeTensorMode():
+        (graph,) = gpu_graphs(*adamw_step(rounding), gpu)
+        source = schedule(graph, gpu).source
+    found = [issue_cycles(each, "h200") for each in compiled_kernels(source, gpu, most=3)]
+    assert {each.name for each in found} == {"triton_per__0"}, "a step is no single kernel"
+    most, _ = ADAMW[rounding]
+    least = min(found, key=lambda each: each.ratio)
+    assert MOST < least.ratio <= most, "\n".join(map(str, found))
+    assert not least.float64, least

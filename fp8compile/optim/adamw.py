@@ -30,7 +30,9 @@ def _rule(
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
     grad = grad * sign
-    grad = torch.where(grad.isinf(), grad, grad.clamp(-LARGEST_ROOT, LARGEST_ROOT))
+    size, largest = grad.abs(), grad.new_full((), LARGEST_ROOT)
+    # a clamp would take twice the instructions, because it propagates NaN
+    grad = torch.where((size > LARGEST_ROOT) & (size < torch.inf), largest.copysign(grad), grad)
     exp_avg = exp_avg * beta1 + grad * rest1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2
     update = (exp_avg / correction1) / (exact_root(exp_avg_sq) / root_correction2 + eps)

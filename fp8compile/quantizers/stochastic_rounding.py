@@ -67,4 +67,4 @@ def noise(values: Tensor, seed: int, rows: Tensor | None = None, columns: Tensor
     bits = values.contiguous().view(torch.int32).long() & MASK
     h = _mixed((position + (seed * SEED_STEP & MASK)) & MASK) ^ (position >> 32)
     h = _mixed(h ^ bits)
-    return (h >> (32 - FRACTION_BITS)).float() * 2.0**-FRACTION_BITS
+    return (h >> (32 - FRACTION_BITS)).int().float() * 2.0**-FRACTION_BITS
