@@ -49,7 +49,17 @@ COMMANDS = {  # parts that are other benchmarks, and their arguments in a dry ru
         ["benchmarks.gpu_kernels", "--only", "optimizer", "--most", "3"],
     ),
     "layer": (
-        "benchmarks.gpu_step --only layer --contenders rowwise blockwise --kinds exact FSDP2".split(),
+        [
+            "benchmarks.gpu_step",
+            "--only",
+            "layer",
+            "--contenders",
+            "rowwise",
+            "blockwise",
+            "--kinds",
+            "exact",
+            "FSDP2",
+        ],
         ["benchmarks.gpu_step", "--only", "optimizer", "--rounds", "1"],
     ),
 }

@@ -93,6 +93,6 @@ def test_what_explain_prints_is_on_the_front_page():
     pytest.importorskip("transformers", reason="examples/llama.py is a model of transformers, of the test extra")
     shown = README.split("$ fp8compile explain examples/llama.py\n")[1].split("```")[0].splitlines()
     command = [sys.executable, "-m", "fp8compile", "explain", "examples/llama.py", "--no-gpu"]
-    environment = os.environ | {"COLUMNS": "100"}
+    environment = os.environ | {"COLUMNS": "110"}  # the first line is wider than 100
     printed = subprocess.check_output(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.DEVNULL)
     assert [line for line in shown if line not in printed.splitlines()] == []

@@ -190,7 +190,7 @@ def test_experts_spread_over_ranks_train_in_one_graph_as_on_one(text_file):
     replicated, sharded, in_the_graph = results[0]
     assert results == [[replicated, sharded, in_the_graph]] * 4
     assert replicated[:2] == sharded[:2] == in_the_graph[:2]  # where the rest lies changes no bit
-    assert in_the_graph[2] == "codes, those that a pass needs"
+    assert in_the_graph[2] == "quantized data, what each pass needs"
     assert replicated[2] == "nothing: all ranks have them"
     assert replicated[3] == {"train": 1, "eval": 1}
     assert replicated[0][0] == pytest.approx(one_process(text_file).gradients(), rel=MEAN)
