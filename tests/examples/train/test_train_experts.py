@@ -261,7 +261,7 @@ def test_experts_that_are_codes_train_spread_over_ranks(text_file):
     assert results[0][0][:2] == results[0][1][:2]  # where the rest lies changes no bit
     for found in results[0]:
         assert found[0][0] == pytest.approx(expected, rel=MOVED_CODES)
-    assert results[0][2][2] == "codes, which the parameters are"
+    assert results[0][2][2] == "quantized data: FP8 parameters"
     assert all(each[3] == {"train": 1, "eval": 1} for each in results[0])
 
 
