@@ -137,7 +137,12 @@ def _write_config(folder: Path, config: TrainConfig, text: Text) -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    (folder / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    if dist.is_initialized():
+        dist.barrier()  # all ranks have read config.json, or looked for it, before the first one writes it
+    if is_first():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.new").write_text(json.dumps(kept, indent=2) + "\n")
+        (folder / "config.new").replace(folder / "config.json")  # so that a kill can't leave half of it
 
 
 def start_run(config: TrainConfig, folder: Path) -> Run:
@@ -148,11 +153,7 @@ def start_run(config: TrainConfig, folder: Path) -> Run:
         named_recipe(arm.recipe)
     if (folder / "config.json").exists():
         raise UsageError(f"{folder} has a run; go on with it by --resume {folder}, or give another --out")
-    if dist.is_initialized():
-        dist.barrier()  # all ranks have looked for config.json before the first one writes it
-    if is_first():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_config(folder, config, text)
+    _write_config(folder, config, text)
     return Run(folder, config, text)
 
 
@@ -170,6 +171,5 @@ def resumed_run(folder: Path, *, steps: int | None = None) -> Run:
     text = _text(config)
     if text.sha256 != kept["text_sha256"]:
         raise UsageError(f"the text of {folder} has changed since the run began; start a new one")
-    if is_first():
-        _write_config(folder, config, text)
+    _write_config(folder, config, text)
     return Run(folder, config, text)
