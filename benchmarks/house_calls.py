@@ -6,9 +6,12 @@ Prints JSON. It uses public names, and of the rest the table of ops and the chec
 that it runs in any checkout. Four calls have warmed all caches before the one that counts; x asks for its gradient;
 the recipe is tensorwise, the bias none.
 
-    plain         f8.Linear, 16 x 32 by 32 x 32
-    grouped       f8.grouped_linear, four groups of 16 rows; to the product of the last group
-    graph_fsdp    the same Linear over two ranks that a fake group stands for; from the model on
+    plain            f8.Linear, 16 x 32 by 32 x 32
+    grouped          f8.grouped_linear, four groups of 16 rows; to the product of the last group
+    tensor_parallel  f8.parallel.column_parallel_linear, which makes its recipe in the call
+    graph_fsdp       the same Linear as plain; from the model on
+
+The last two run on one of two ranks; a fake group stands for the other.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def check_generated(case, kernels):
         assert any(counts.ratio > MOST for counts in kernels), "an exception that is none any more"
 
 
-# the largest ratio of the fastest configuration of Inductor's kernel for a step
+# limits of the ratio of Inductor's kernel for a step, in its fastest configuration, and reasons
 ADAMW = {
     "nearest": (0.8, "clamps before each cast, and in both maxima, propagate NaN: 6 comparisons an element"),
     "stochastic": (1.4, "as for nearest, and a hash in 64-bit integers for each moment"),
@@ -130,7 +130,7 @@ def test_a_step_of_adamw_issues_few_instructions(rounding):
         (graph,) = gpu_graphs(*adamw_step(rounding), gpu)
         source = schedule(graph, gpu).source
     found = [issue_cycles(each, "h200") for each in compiled_kernels(source, gpu, most=3)]
-    assert {each.name for each in found} == {"triton_per__0"}, "a step is no single kernel"
+    assert {each.name for each in found} == {"triton_per__0"}, "a step is not a single kernel"
     most, _ = ADAMW[rounding]
     least = min(found, key=lambda each: each.ratio)
     assert MOST < least.ratio <= most, "\n".join(map(str, found))

@@ -141,8 +141,8 @@ def compiled_model(model, passes=None, x=None):
     return sent(forward), sent(backward), saved(forward, backward)
 
 
-def checkpointed(recipe):
-    """All-reduces of a model whose blocks are checkpointed."""
+def checkpointed_model(recipe):
+    """A model whose blocks are checkpointed."""
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -159,9 +159,19 @@ def checkpointed(recipe):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = f8.parallel.graph_fsdp(Checkpointed(), DeviceMesh("cpu", torch.arange(4)), mp_policy=policy)
-    messages = compiled_model(model)[:2]
+    return f8.parallel.graph_fsdp(Checkpointed(), DeviceMesh("cpu", torch.arange(4)), mp_policy=policy)
+
+
+def checkpointed(recipe):
+    """All-reduces of `checkpointed_model`."""
+    messages = compiled_model(checkpointed_model(recipe))[:2]
     return Counter((each.op, each.dtype) for part in messages for each in part if each.op == "all_reduce")
+
+
+def evaluation(recipe):
+    """Graphs and breaks of a forward of `checkpointed_model` without gradients."""
+    with torch.no_grad():
+        return graph_report(checkpointed_model(recipe), tokens())
 
 
 # ---------------------------------------------------------------------------------- here
@@ -322,3 +332,11 @@ def test_inductor_puts_gathers_together(elsewhere):
 def test_amaxes_stay_one_message_with_checkpointing(elsewhere, recipe):
     counts = elsewhere(checkpointed, recipe)
     assert counts == Counter({("all_reduce", "int32"): 1})
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "delayed"])
+def test_a_checkpointed_model_is_evaluated_in_one_graph(elsewhere, recipe):
+    # without gradients, ranks exchange no amaxes for grad_input: nothing is to be written in checkpointed code
+    report = elsewhere(evaluation, recipe)
+    assert_fullgraph(report)
+    assert len(report.graphs) == 1

@@ -142,7 +142,7 @@ def _write_config(folder: Path, config: TrainConfig, text: Text) -> None:
     if is_first():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.new").write_text(json.dumps(kept, indent=2) + "\n")
-        (folder / "config.new").replace(folder / "config.json")  # so that a kill can't leave half of it
+        (folder / "config.new").replace(folder / "config.json")  # so that a kill leaves no incomplete file
 
 
 def start_run(config: TrainConfig, folder: Path) -> Run:

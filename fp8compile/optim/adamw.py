@@ -30,8 +30,8 @@ def _rule(
     exp_avg, exp_avg_sq = moments
     lr, decay, sign, beta1, rest1, beta2, rest2, correction1, root_correction2, eps = scalars
     grad = grad * sign
+    # infinities and NaN stay; `clamp` would take twice the instructions, because it propagates NaN
     size, largest = grad.abs(), grad.new_full((), LARGEST_ROOT)
-    # a clamp would take twice the instructions, because it propagates NaN
     grad = torch.where((size > LARGEST_ROOT) & (size < torch.inf), largest.copysign(grad), grad)
     exp_avg = exp_avg * beta1 + grad * rest1
     exp_avg_sq = exp_avg_sq * beta2 + grad * grad * rest2

@@ -50,6 +50,6 @@ def accept_lifetime_flags(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def accepting(*args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*args, **(replace_lifetime_flags(kwargs) if not FLAGS.isdisjoint(kwargs) else kwargs))
+        return function(*args, **(kwargs if FLAGS.isdisjoint(kwargs) else replace_lifetime_flags(kwargs)))
 
     return accepting

@@ -1,4 +1,4 @@
-"""What convert knows by its spec, on ranks: experts whose matrices are a child's, and linears by another name."""
+"""Modules with a ModuleSpec, on ranks: experts whose matrices are a child's, and linears by another name."""
 
 from __future__ import annotations
 

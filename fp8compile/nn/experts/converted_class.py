@@ -140,8 +140,7 @@ def _multiplying(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 def fp8_class(plain: type[nn.Module]) -> type[ConvertedModule]:
     """Return the FP8 class for modules of class ``plain``; a `ModuleSpec` must be registered for the class."""
-    spec = spec_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
-    assert spec is not None
+    spec: Any = spec_of_class(plain)  # type: ignore[arg-type]  # classes are hashable
     return class_of_spec(spec, plain)  # type: ignore[arg-type]  # classes are hashable
 
 

@@ -17,14 +17,14 @@ from fp8compile.quantizers import Quantizer
 __all__ = [
     "add_spec",
     "as_it_lies",
-    "holds_no_stacks",
-    "spec_of",
-    "spec_of_class",
-    "is_experts",
     "has_spec",
+    "holds_no_stacks",
+    "is_experts",
     "is_transposed",
     "layout_of",
     "method_that_multiplies",
+    "spec_of",
+    "spec_of_class",
 ]
 
 SPECS = [ROUTED, LLAMA4, DBRX, JETMOE, METHOD, CONV1D]
@@ -55,8 +55,8 @@ def has_spec(module: nn.Module) -> bool:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module, converted or not, holds experts that `convert` can convert."""
-    spec: Any = spec_of(module)
-    return has_spec(module) and not spec.is_linear
+    spec = spec_of(module)
+    return has_spec(module) and spec is not None and not spec.is_linear
 
 
 def holds_no_stacks(module: nn.Module) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ModuleSpec", "Layout", "code_of", "inherits", "stacks"]
+__all__ = ["Layout", "ModuleSpec", "code_of", "inherits", "stacks"]
 
 
 @dataclass(frozen=True, kw_only=True)

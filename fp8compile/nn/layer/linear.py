@@ -163,7 +163,7 @@ class Linear(CodesInState, nn.Linear):
             recipe = self._recipe_under_fsdp
         if MARK in self.__dict__:
             warn_if_not_sharded(self)
-        own = self._parameters.get("weight")
+        own = self._parameters.get("weight")  # most forwards have nothing new to note, which this tells without a call
         if torch.compiler.is_compiling() or own is None or autocast_dtype(own) not in FORWARD_DTYPES.get(self, ()):
             note_forward_dtype(self, "weight")
         if torch.is_grad_enabled() and self._observers is not None:  # an evaluation is not read

@@ -68,7 +68,7 @@ def _gathered_codes(part: Quantized, cut: DimSharding) -> Tensor:
     are_pairs = cut.dim != last and _compat.statically_true(part.codes.shape[-1] % 2 == 0)
     if are_pairs and part.quantizer.code_bits() == 4 and packed_dim(part.quantizer) is None:
         return unpack(all_gather(pack(part.codes, last), cut.dim, cut.sizes, cut.group), last)
-    # only Inductor reads the dtype of what is sent
+    # only Inductor's pass reads this dtype, so eager calls don't change it
     sent = on_the_wire(part.codes, part.quantizer) if _compat.is_traced(part.codes) else part.codes
     if sent.ndim == 2 and is_along_columns(part.quantizer):
         # these codes are column-major: sent as they are, they need no copy. A shard's strides must not decide this,

@@ -1,9 +1,9 @@
-"""What ranks gather before a GEMM of sharded operands, and what they sum after it.
+"""Plans for GEMMs of sharded operands: what ranks gather before a GEMM, and whether they sum its result.
 
 For C = A @ B, a group of ranks shards A (m, k) along m, along k or not at all, and B (k, n) along k, along n or not at
 all. "-" is no sharding:
 
-    A     B     this rank computes               A     B     what is gathered first, as codes
+    A     B     this rank computes               A     B     what is gathered first, in FP8
     -     -     all of C                         m     n     A
     m     -     its rows                         m     k     A (in grad_weight: B)
     -     n     its columns                      k     n     A
@@ -17,8 +17,8 @@ A layer with `OverGroup` and without ``sequence_dim`` sends nothing but sums, wh
     0 (N)        its columns    a sum          its rows
     1 (K)        a sum          its columns    its columns
 
-A weight is never gathered here: ranks send activations and gradients. GEMMs in high precision gather values instead of
-codes. With groups of tokens, the weight is a stack, and each group of rows is multiplied by its own matrix.
+A weight is never gathered here: ranks send activations and gradients. GEMMs in high precision gather values instead
+of FP8 data. With groups of tokens, the weight is a stack, and each group of rows is multiplied by its own matrix.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from torch import Tensor
 from fp8compile.layout.cuts import DimSharding, Sharding
 from fp8compile.layout.quantized import Plain, Quantized
 from fp8compile.ops.layer.gather_operands import Part, gather, narrow
-from fp8compile.quantizers import GEMMS, Gemm
+from fp8compile.ops.layer.operands import GRAD_WEIGHT
+from fp8compile.quantizers import Gemm
 
 __all__ = ["GroupPlan", "Product", "plans_of", "redistribute"]
-
-GRAD_WEIGHT = GEMMS[2]
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ def _together(tokens: list[Tensor], groups: AmaxGroups | None) -> Sequence[Tenso
 def assign(layers: Sequence[Any], module: nn.Module, inputs: Any) -> list[AmaxCarrier]:
     """Make an amax carrier for each of ``layers``: a pair of zero tensors whose gradients are the layer's amaxes.
 
-    Without a backward, a layer gets (None, None). ``module`` is the module whose forward,
-    on ``inputs``, runs these layers.
+    The layers have delayed scaling. Without a backward, a layer gets (None, None). ``module`` is the module whose
+    forward, on ``inputs``, runs these layers.
     """
     found: list[AmaxCarrier] = [(None, None)] * len(layers)
     messages: dict[tuple[str, ...], list[tuple[int, int, Tensor]]] = {}

@@ -57,7 +57,7 @@ class ModuleState:
     tied: dict[str, int] = field(default_factory=dict)
     stacks: frozenset[str] = frozenset()  # names of the experts' weights that their products gather
     layers: list[Any] = field(default_factory=list)  # the FP8 layers of the model; filled in the root
-    delayed: list[Any] = field(default_factory=list)  # those with delayed scaling; filled in the root
+    delayed: list[Any] = field(default_factory=list)  # FP8 layers with delayed scaling; filled in the root
     # for each entry of `ForwardScope.tied` one module that has the parameter, and its name there; filled in the root
     owners: list[tuple[Any, str]] = field(default_factory=list)
     # which amaxes of this layer's weight the ranks exchange; None if ops don't gather the weight
@@ -210,7 +210,7 @@ class _ShardedLinear(_ShardedModule):
     def _without_amaxes(self) -> list[Any]:
         # if checkpointing repeats a layer's forward alone, it has to save the same tensors as the first time
         state: Any = self.graph_fsdp
-        return [self] if state.weight_amax_plan.grids and not state.amaxes else []
+        return [self] if state.weight_amax_plan.exchanged_roles() and not state.amaxes else []
 
     def _forward(self, input: Tensor) -> Tensor:
         sharding = self.graph_fsdp.shardings["weight"]

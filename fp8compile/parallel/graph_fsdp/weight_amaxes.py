@@ -35,6 +35,10 @@ class WeightAmaxPlan:
     groups: tuple[str, ...]  # names of the process groups that reduce the amaxes
     same: bool  # whether forward and backward multiply the same codes of the weight
 
+    def exchanged_roles(self) -> list[str]:
+        """Return the recipe's fields whose amaxes a forward exchanges: without gradients, none for grad_input."""
+        return [role for role in self.grids if role == ROLES[0] or torch.is_grad_enabled()]
+
 
 def weight_amax_plan(layer: Linear, local: Tensor, sharding: ParameterSharding) -> WeightAmaxPlan:
     """Return which amaxes of a layer's weight ranks exchange; ``local`` is this rank's shard.
@@ -64,12 +68,7 @@ def _known(layer: Any, role: str) -> Tensor:
 
 def exchange(layers: Iterable[Any]) -> None:
     """Give each layer the amaxes of its weight's blocks that span several ranks, in one message a group of ranks."""
-    entries = [
-        (layer, role)
-        for layer in layers
-        for role in layer.graph_fsdp.weight_amax_plan.grids
-        if role == ROLES[0] or torch.is_grad_enabled()
-    ]
+    entries = [(layer, role) for layer in layers for role in layer.graph_fsdp.weight_amax_plan.exchanged_roles()]
     known = [_known(layer, role) for layer, role in entries]
     groups = [layer.graph_fsdp.weight_amax_plan.groups for layer, _ in entries]
     for (layer, role), amax in zip(entries, all_reduce_amaxes(known, groups), strict=True):
